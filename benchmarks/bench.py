@@ -113,12 +113,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uri", default=EMBEDDED, help="model: embedded://, a folder, a .gguf file (%(default)s)")
     parser.add_argument("--extra", default="{}", help="our parameters.extra, as JSON")
     parser.add_argument("--cases", help="names as in cases.py, separated by commas")
-    parser.add_argument("--sweeps", type=int, help="servers are started anew for each (default: 2; --quick: 1)")
+    parser.add_argument("--sweeps", type=int, help="servers are started again for each (default: 2; --quick: 1)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--new-tokens", type=int, help="per stream (default: 128; --quick: 8)")
     parser.add_argument("--quick", action="store_true", help="a few tokens, a few cases, kept nowhere: does it work?")
     parser.add_argument("--output", type=Path, help="file of results (default: benchmarks/results/CHIP.jsonl)")
-    parser.add_argument("--again", action="store_true", help="measure anew what this commit has measured before")
+    parser.add_argument("--again", action="store_true", help="measure again what this commit has measured before")
 
 
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:

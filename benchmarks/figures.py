@@ -1,6 +1,6 @@
-"""Figures of one run out of its answers: percentiles, rates, and the best and the median of several runs.
+"""Computes figures from the answers of one run: percentiles, rates, and the best and the median of several runs.
 
-Knows nothing of how the answers were had. Times are in milliseconds, in keys that say so.
+Times are in milliseconds, and the keys say so.
 """
 
 from __future__ import annotations

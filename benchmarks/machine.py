@@ -1,7 +1,4 @@
-"""What a result must say about the machine that it was had on.
-
-Knows nothing of what is measured.
-"""
+"""What a result must say about the machine that it was measured on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The folder of a model's weights and tokenizer, converted if need be; what peers load and prompts are made with.
+"""The folder of a model's weights and tokenizer, which peers load and prompts are made with; converts it if needed.
 
-Knows nothing of servers. torch is imported in a process of its own: the measuring one stays small.
+A separate process imports torch, so that the measuring process stays small.
 """
 
 from __future__ import annotations

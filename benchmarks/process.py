@@ -1,6 +1,6 @@
-"""What a server's processes use, read from /proc; how a server process is started and stopped, by its pid.
+"""Starts and stops a server process, by its pid, and reads from /proc what its processes use.
 
-Knows nothing of what they serve. Where there is no /proc the usage is unknown and left out.
+On a system without /proc the usage is left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a client keeps of one answer while a run lasts: raw bytes and when they came.
+"""What a client keeps of one answer during a run: the raw bytes and the times of their arrival.
 
-Knows nothing of what the bytes mean: they are read when the run is over.
+The bytes are parsed after the run.
 """
 
 from __future__ import annotations

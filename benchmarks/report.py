@@ -1,6 +1,6 @@
 """Results as tables and pictures, made from the lines of ``benchmarks/results``.
 
-python -m benchmarks.report [--check]           the tables of benchmarks/results/*.md, written anew or compared
+python -m benchmarks.report [--check]           the tables of benchmarks/results/*.md, written again or compared
 python -m benchmarks.report zen5                every run of a chip, in full
 python -m benchmarks.report zen5 --plot a.png   rates and latencies of its latest run, drawn with matplotlib
 """
@@ -262,7 +262,7 @@ _TABLE = re.compile(r"(<!-- table: (\S+) (.+?) -->\n).*?(?=<!-- end -->)", re.S)
 
 
 def write_pages(folder: Path = FOLDER, check: bool = False) -> list[str]:
-    """The pages whose tables are not what the results say; unless ``check`` they are written anew."""
+    """Returns the pages whose tables do not agree with the results. Unless ``check`` is set, writes them again."""
     stale = []
     for page in sorted(folder.glob("*.md")):
         text = page.read_text(encoding="utf-8")

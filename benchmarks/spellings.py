@@ -1,7 +1,4 @@
-"""How each kind of server is asked for exactly so many tokens, and what its events say.
-
-Knows nothing of sockets, times or processes.
-"""
+"""How each kind of server is asked for an exact number of tokens, and how its events are read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs cases against servers, one server at a time, in alternating sweeps, each server anew in each sweep.
+"""Runs cases against servers, one server at a time, in alternating sweeps. Each sweep starts each server again.
 
-Knows neither what a case does nor how a server is started. Cells that the recorder has already are not run again.
+Cells that the recorder already has are not run again.
 """
 
 from __future__ import annotations

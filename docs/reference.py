@@ -91,7 +91,7 @@ def parameters_of_other_servers() -> Rows:
         for name, harmless in UNIMPLEMENTED.items()
     ]
     rows = [*refused, *((_code(name), "ignored", "") for name in METADATA)]
-    return [("parameter", "treatment", "refused but for"), *rows]
+    return [("parameter", "treatment", "refused except for"), *rows]
 
 
 def metrics() -> Rows:

@@ -11,7 +11,8 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_bytes(value: Any) -> Any:
-    """``"4GiB"``, ``"512MB"`` or ``"1024"`` as a number of bytes; a value that is no string is returned as it is.
+    """Parses ``"4GiB"``, ``"512MB"`` or ``"1024"`` into a number of bytes. Returns a value that is not a string
+    unchanged.
 
     Raises ValueError.
     """

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """``cutoff``: from 0 to 1, how alike two names have to be, as in ``difflib``."""
+    """Returns the known name that is most like ``name``, or None. ``cutoff``, from 0 to 1, says how alike they must be,
+    as in ``difflib``.
+    """
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
-    """``"; did you mean 'x'?"``, or nothing where no known name is near. ``show``: how the name is written."""
+    """Returns ``"; did you mean 'x'?"``, or an empty string if no known name is near. ``show`` says how the name is
+    written.
+    """
     near = nearest_name(name, known)
     return "" if near is None else f"; did you mean {show(near)}?"
 

@@ -1,4 +1,6 @@
-"""Defines the keys of ``parameters.extra``, with their types, bounds and defaults; the docs' table is made of them."""
+"""Defines the keys of ``parameters.extra``, with types, bounds and defaults. The table in docs/settings.md is made from
+this file.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,11 @@ Sampling = Annotated[dict[str, Any], BeforeValidator(_known_sampling)]
 
 
 class Speculative(BaseModel):
-    """How tokens are drafted that a step verifies beside a sequence's newest one."""
+    """How tokens are drafted. A step verifies the drafts together with the sequence's newest token."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompt_lookup: int = Field(gt=0, le=64)  # most drafts of a sequence and a step, from its own text
+    prompt_lookup: int = Field(gt=0, le=64)  # the maximum number of drafts for one sequence in one step
 
     @model_validator(mode="before")
     @classmethod
@@ -81,13 +83,13 @@ _ROUNDING_NEEDS: Mapping[str, tuple[Any, ...]] = {
     "fast_path": ("auto",),
 }
 
-# Beside ``vllm`` a key has a meaning there too, or is refused: its value would be ignored.
+# With ``vllm``, a key that has no meaning there is refused, because its value would be ignored.
 _MEANINGLESS_TO_VLLM = (
     *("device_map", "max_memory", "offload_folder", "pipeline", "attn_implementation", "quantization_config"),
     *("engine", "fast_path", "weights", "chunked_prefill_size", "step_target", "prefix_cache_memory", "speculative"),
     "replicas",
 )
-# The keys of ours that vLLM has under the same name or another.
+# The keys that vLLM has too, with the names that it gives them.
 VLLM_NAMES: Mapping[str, str] = {
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
@@ -100,7 +102,7 @@ VLLM_NAMES: Mapping[str, str] = {
 }
 MAX_ADAPTERS = 128
 _GPU_DEFAULTS = {"max_num_seqs": 256, "chunked_prefill_size": 2048}
-_PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # of vLLM's ``load_format``
+_PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # values of vLLM's ``load_format`` with which it reads pickles
 
 
 class EngineSettings(BaseModel):
@@ -130,7 +132,7 @@ class EngineSettings(BaseModel):
     device_map: DeviceMap | None = None
     """A device map of accelerate: `auto`, `balanced`, `sequential`, a device, or an object of modules and devices."""
     max_memory: MaxMemory | None = None
-    """Most memory of the weights on each device of a `device_map`, such as `{"0": "20GiB", "cpu": "60GiB"}`."""
+    """The maximum memory for weights on each device of a `device_map`, such as `{"0": "20GiB", "cpu": "60GiB"}`."""
     offload_folder: str | None = None
     """The folder for weights that fit on no device."""
     pipeline: Literal["auto", "off"] = "auto"
@@ -155,13 +157,13 @@ class EngineSettings(BaseModel):
     """`packed` keeps a GGUF file quantised, and `int8` or `int4` round a bfloat16 model's projections at load
     ([weights.md](weights.md)); `auto` does neither, and dequantises a GGUF file."""
     max_model_len: int | None = Field(default=None, gt=0)
-    """Most tokens of a prompt and its answer together; default: the model's own limit."""
+    """The maximum number of tokens of a prompt and its answer together; default: the model's own limit."""
     max_num_seqs: int = Field(default=32, gt=0)
-    """Most sequences that are decoded together; default where the KV cache is on GPUs alone: 256."""
+    """The maximum number of sequences that are decoded together; default where the KV cache is on GPUs alone: 256."""
     max_queued_requests: int = Field(default=256, gt=0)
-    """Most prompts that may wait; further ones are refused."""
+    """The maximum number of prompts that wait; further prompts are refused."""
     max_queued_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of all waiting prompts together; default: no bound."""
+    """The maximum number of tokens of all waiting prompts together; default: no bound."""
     queue_timeout: float | None = Field(default=None, gt=0)
     """Seconds that a prompt may wait; default: no bound."""
     request_timeout: float | None = Field(default=None, gt=0)
@@ -169,19 +171,19 @@ class EngineSettings(BaseModel):
     step_timeout: float = Field(default=1800.0, gt=0)
     """Seconds after which a step with a chunk of prompts ends the process ([why](operations.md#a-step-that-hangs))."""
     chunked_prefill_size: int = Field(default=512, gt=0)
-    """Most tokens of prompts that one step computes, of all prompts together; default where the KV cache is on GPUs
-    alone: 2048."""
+    """The maximum number of prompt tokens that one step computes, over all prompts together; default where the KV cache
+    is on GPUs alone: 2048."""
     step_target: float = Field(default=500.0, gt=0)
-    """Milliseconds that a step should take in which sequences decode beside prompts
+    """How many milliseconds a step should take if it computes prompts while sequences decode
     ([scaling.md](scaling.md#pauses-between-tokens))."""
     stream_interval: int = Field(default=1, gt=0)
-    """Least tokens of each event of a stream but the first and the last, as in vLLM."""
+    """The minimum number of tokens in each event of a stream except the first and the last, as in vLLM."""
     kv_cache_memory: Bytes | None = None
-    """Most memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
+    """The maximum memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""
     prefix_cache_memory: BytesOrNone | None = None
-    """Most memory of the KV cache that pages of ended sequences may keep for later prompts; default: on GPUs all of it,
-    on CPUs an eighth of it and at most 256 MiB."""
+    """How much of the KV cache's memory pages of ended sequences may keep for later prompts; default: on GPUs all of
+    it, on CPUs an eighth of it and at most 256 MiB."""
     speculative: Speculative | None = None
     """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step;
     default: no drafts."""
@@ -234,7 +236,7 @@ class EngineSettings(BaseModel):
             if key in info.data and info.data[key] != cls.model_fields[key].default:
                 raise ValueError(f"{key} has no meaning to vLLM")
         if "model" in vllm:
-            raise ValueError("the model is that of parameters.uri")
+            raise ValueError("parameters.uri names the model")
         load_format = vllm.get("load_format")
         if load_format in _PICKLE_FORMATS and not info.data.get("allow_pickle"):
             raise ValueError(

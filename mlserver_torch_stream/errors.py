@@ -9,9 +9,9 @@ from __future__ import annotations
 class RequestError(Exception):
     """A request that fails, with the status that its client sees before the first token.
 
-    ``field``: the part of the request that is wrong, in the client's own spelling. ``code``: OpenAI's code of the
-    error, where clients act on it. ``retry_after``: whole seconds after which the client should try again.
-    ``shared``: another request of the batch may be the cause.
+    ``field`` is the part of the request that is wrong, in the client's own spelling. ``code`` is OpenAI's code for the
+    error, if clients act on it. ``retry_after`` is the number of whole seconds after which the client should try again.
+    ``shared`` means that another request of the batch may be the cause.
     """
 
     status: int = 500
@@ -80,7 +80,7 @@ class Unauthorized(RequestError):
 class QueueFull(RequestError):
     """More requests wait than the settings allow.
 
-    ``retry_after``: whole seconds until there should be room.
+    ``retry_after`` is the number of whole seconds until there should be room.
     """
 
     status = 429
@@ -125,7 +125,7 @@ class ConstraintTooComplex(GenerationFailed):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """An error of a sequence as the error of its request."""
+    """Returns an error of a sequence as the error of its request."""
     return error if isinstance(error, RequestError) else GenerationFailed(str(error) or type(error).__name__)
 
 

@@ -21,7 +21,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str, taken: Collection[int] = ()) -> int:
-    """A free port of the system's choice that is none of ``taken``."""
+    """Returns a free port that the system chooses and that is not in ``taken``."""
     while True:
         with _probe(host) as probe:
             probe.bind((host, 0))

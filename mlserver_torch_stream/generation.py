@@ -38,8 +38,8 @@ T = TypeVar("T")
 class Arrivals(Generic[T]):
     """Call ``next`` until it returns None, then read the stream; call ``close`` in any case.
 
-    ``next`` raises if no piece arrives for ``seconds`` (0: no limit), and if the stream ends meanwhile: at a deadline,
-    a shutdown or a failure.
+    ``next`` raises if no piece arrives for ``seconds``, unless they are 0, and if the stream ends meanwhile: at a
+    deadline, a shutdown or a failure.
     """
 
     def __init__(self, pieces: AsyncIterator[T], stream: AsyncIterator[TokenEvent], seconds: float) -> None:
@@ -77,7 +77,9 @@ class Arrivals(Generic[T]):
         return last or NotServing("the stream ended before the prompt was whole")
 
     def close(self) -> None:
-        """Synchronous and idempotent: it may run in a task that cannot await any more."""
+        """Ends the generation. It does not await, because it may run in a task that can no longer do so; a second call
+        does nothing.
+        """
         for waiting in (self._end, self._following):
             if waiting is not None and not waiting.cancel() and not waiting.cancelled():
                 waiting.exception()  # retrieved, so that asyncio does not log it
@@ -85,11 +87,11 @@ class Arrivals(Generic[T]):
 
 # Fast tokenizers do about 1 MB/s at worst: 4,096 characters hold the event loop for less than 4 ms.
 _MAX_CHARS_ON_LOOP = 4096
-_MAX_CHARS_TOGETHER = 2**16  # of several prompts of a request
+_MAX_CHARS_TOGETHER = 2**16  # the total length of the prompts of one request that are tokenized together
 # The pieces of a text are checked again when they have grown by this factor, so that n pieces cost O(n).
 _GROWTH = 1.25
 
-_MAX_PROMPT_LOGPROBS = 2**20  # of a request: its reply has up to 100 bytes for each
+_MAX_PROMPT_LOGPROBS = 2**20  # the maximum for one request, whose reply has up to 100 bytes for each log-probability
 _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
 
 _T = TypeVar("_T")
@@ -103,7 +105,7 @@ class PromptEncoder(Protocol):
 
     @property
     def executor(self) -> Executor:
-        """Runs ``encode`` for long prompts and for those that it ``blocks`` on, a few at a time."""
+        """Runs ``encode`` in threads, a few at a time, for long prompts and for prompts that it ``blocks`` on."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]: ...
 
@@ -115,12 +117,14 @@ class PromptEncoder(Protocol):
         """Whether ``encode`` waits for something, so that it must not run on the event loop."""
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """How the answer to a conversation of these ids is divided, and what its text and its calls must match."""
+        """Returns how the answer to a conversation with these ids is divided, and what its text and its calls must
+        match.
+        """
 
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile a constraint; ``reasoning``: the marks of the reasoning that it follows. The compilation
+        """Begins to compile a constraint; ``reasoning`` are the marks of the reasoning that it follows. The compilation
         may raise InvalidInput."""
 
     def check_length(self, text: str, field: str) -> None:
@@ -143,7 +147,7 @@ class RequestObserver:
         """The request ends with this error, which its client gets."""
 
     def closed(self) -> None:
-        """The stream is closed: no event is read any more."""
+        """Called when the stream is closed: nobody reads its events from now on."""
 
 
 class RequestObservers:
@@ -224,7 +228,7 @@ class Generator:
             compiled.cancel()
 
     async def _encoded(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
-        """Encodes some prompts after others, so that no more are begun once the client has left."""
+        """Encodes some prompts after others, so that no further prompt is begun once the client has left."""
         encoded: list[tuple[int, ...]] = []
         for some in _in_pieces(prompts):
             encoded += await _off_loop_if_long(self.codec, self._encode_all, some)
@@ -239,7 +243,7 @@ class Generator:
         """Submits one prompt that arrives in pieces, which is queued when it is whole.
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one must arrive within
-        ``timeout`` seconds (0: at any time). Raises RequestError.
+        ``timeout`` seconds, unless that is 0. Raises RequestError.
         """
         with self._observed(request) as observer:
             constraint = await self._compiled(request.constraint)
@@ -256,7 +260,7 @@ class Generator:
             stream.seal(ids)
 
     async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
-        """The prompt of all pieces. A piece that makes it too long is refused."""
+        """Returns the prompt of all pieces. A piece that makes it too long is refused."""
         parts: list[Prompt] = []
         lengths = _TextLength(self.codec)
         piece: Prompt | None = first
@@ -271,7 +275,7 @@ class Generator:
 
     @contextmanager
     def _observed(self, request: GenerationRequest) -> Iterator[RequestObserver]:
-        """An error of the block ends the request, so its observer is called."""
+        """Calls the observer if the block raises, because an error ends the request."""
         observer = self.observers.started(request)
         try:
             yield observer
@@ -284,7 +288,7 @@ class Generator:
 
 
 def _check_scores(request: GenerationRequest, tokens: int) -> None:
-    """Raises InvalidInput where the reply would have too many log-probabilities of so many tokens of prompts."""
+    """Raises InvalidInput if the reply would have too many log-probabilities of prompt tokens."""
     top, n = request.sampling.prompt_logprobs, request.sampling.n
     if top is not None and (logprobs := tokens * (1 + top) * n) > _MAX_PROMPT_LOGPROBS:
         asked = f"{tokens} prompt tokens with {top} alternatives, {n} times: {logprobs} log-probabilities"
@@ -317,7 +321,7 @@ def _engine_request(
 
 
 def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
-    """The stream of an accepted request. The observer sees each event when the reader takes it."""
+    """Returns the stream of an accepted request. The observer sees each event when the reader takes it."""
     stream.observe(observer)
     observer.accepted()
     return stream
@@ -342,7 +346,7 @@ class _TextLength:
 
 
 def _join(parts: Sequence[Prompt]) -> Prompt:
-    """The whole prompt. A chat never arrives in pieces, so it is the only part."""
+    """Returns the whole prompt. A chat never arrives in pieces, so it is the only part."""
     if isinstance(parts[0], TextPrompt):
         return replace(parts[0], text="".join(part.text for part in parts if isinstance(part, TextPrompt)))
     if isinstance(parts[0], TokensPrompt):
@@ -364,7 +368,9 @@ def _in_pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 
 
 async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], value: _T) -> _R:
-    """Runs ``work`` in a thread of the codec, whose number bounds what is tokenized at a time, unless it is short."""
+    """Runs ``work`` in one of the codec's threads, whose number bounds how much is tokenized at a time. Short work runs
+    at once.
+    """
     prompts = value if isinstance(value, list) else [TextPrompt(value)] if isinstance(value, str) else []
     if not any(map(codec.blocks, prompts)) and sum(map(_size, prompts)) <= _MAX_CHARS_ON_LOOP:
         return work(value)
@@ -372,7 +378,7 @@ async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], valu
 
 
 def _size(prompt: Prompt) -> int:
-    """Returns the number of characters to tokenize; of a conversation, those of its texts."""
+    """Returns the number of characters to tokenize; for a conversation, the characters of its texts."""
     if isinstance(prompt, ChatPrompt):
         return sum(len(str(message.get("content"))) for message in prompt.messages)
     return len(prompt.text) if isinstance(prompt, TextPrompt) else 0

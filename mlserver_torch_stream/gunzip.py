@@ -14,8 +14,8 @@ class Damaged(ValueError):
 
 
 class Gunzip:
-    """Several members one after another are one stream, as ``gzip`` reads them. ``padded``: zeros may follow a member,
-    as tapes and blocks add them."""
+    """Decompresses a stream. Several members one after another are one stream, as for ``gzip``. ``padded`` means that
+    zeros may follow a member, as tapes and blocks add them."""
 
     def __init__(self, *, padded: bool = False) -> None:
         self._padded = padded
@@ -23,7 +23,7 @@ class Gunzip:
         self._begun = False
 
     def feed(self, data: bytes, most: int = PIECE_BYTES) -> Iterator[bytes]:
-        """Pieces of at most ``most`` bytes. Raises Damaged."""
+        """Yields the decompressed bytes in pieces of at most ``most`` bytes. Raises Damaged."""
         while data:
             if self._member.eof:
                 data = data.lstrip(b"\0") if self._padded else data
@@ -40,7 +40,7 @@ class Gunzip:
                 yield piece
 
     def end(self) -> None:
-        """Raises Damaged where the last member is cut off, or where there is none."""
+        """Raises Damaged if the last member is cut off, or if there is no member."""
         if not self._begun:
             raise Damaged("is empty, which is not gzip")
         if not self._member.eof:

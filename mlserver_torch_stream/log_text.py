@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
-# Controls but the tab, marks of direction, separators of lines, and lone surrogates.
+# Control characters except the tab, marks of direction, line separators, and lone surrogates.
 _UNFIT = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def log_text(text: object) -> str:
-    """The text with escapes, such as ``\\x1b``, in place of characters that steer a terminal or end a line."""
+    """Returns the text with escapes, such as ``\\x1b``, in place of characters that steer a terminal or end a line."""
     return _UNFIT.sub(lambda match: match.group().encode("unicode_escape").decode(), str(text))

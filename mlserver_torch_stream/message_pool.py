@@ -21,7 +21,7 @@ def message_classes(
 ) -> Callable[[str], type[Message]]:
     """Finds a class by the name of its message. The values of an enum are numbered from 0.
 
-    ``syntax``: in "proto2" ``HasField`` is true for a field that was sent, also if its value is 0 or empty.
+    With the ``syntax`` "proto2", ``HasField`` is true for a field that was sent, even if its value is 0 or empty.
     """
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(message_file(package, fields, enums, syntax).SerializeToString())

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mlserver_torch_stream.errors import SettingsError
 
-ENV_ROOTS = "MLSERVER_TORCH_STREAM_MODEL_ROOTS"  # folders, separated as in PATH; empty: any folder
+ENV_ROOTS = "MLSERVER_TORCH_STREAM_MODEL_ROOTS"  # folders, separated as in PATH; an empty value allows any folder
 EMBEDDED_SCHEME = "embedded://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -29,9 +29,10 @@ class ModelSource:
 
 
 def find_path(path: str, source_folder: str | None) -> Path | None:
-    """The existing path: relative to the settings' folder, else to the working directory; None if there is none.
+    """Returns the existing path: relative to the settings' folder, else to the working directory; None if there is
+    none.
 
-    Raises SettingsError for one that lies in none of the operator's roots, symbolic links followed.
+    Raises SettingsError if the path, with symbolic links resolved, is in none of the operator's roots.
     """
     candidates = [Path(path).expanduser()]
     if source_folder is not None:
@@ -44,7 +45,7 @@ def find_path(path: str, source_folder: str | None) -> Path | None:
 
 
 def resolve_source(uri: str, source_folder: str | None = None) -> ModelSource:
-    """The model that ``uri`` names. Raises SettingsError if it names none."""
+    """Returns the model that ``uri`` names. Raises SettingsError if it names none."""
     if uri.startswith(EMBEDDED_SCHEME):
         return ModelSource("embedded", uri.removeprefix(EMBEDDED_SCHEME).strip("/"))
     if uri.startswith("hf://"):

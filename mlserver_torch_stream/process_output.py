@@ -1,7 +1,7 @@
 """Logs the output of a process at a limited rate.
 
-Control characters of the output are escaped, so that the process neither forges a line nor steers a terminal. The
-pipe is read as fast as the process writes, so that printing never blocks it. Of more than 100 lines in a second the
+Control characters of the output are escaped, so that the process can neither forge a line nor control a terminal. The
+pipe is read as fast as the process writes, so that printing never blocks it. If a second has more than 100 lines, the
 rest is counted and dropped.
 """
 
@@ -34,7 +34,7 @@ class _Drain:
         self._descriptor = descriptor
         self._name = name
         self._rest = b""
-        self._began = time.monotonic()  # of the current second
+        self._began = time.monotonic()  # the start of the current second
         self._lines = 0
         self._dropped = 0
 
@@ -77,7 +77,7 @@ class _Drain:
         logger.info("%s: %s", self._name, log_text(text))
 
     def _milliseconds_left(self) -> int:
-        """The rest of the current second, rounded up."""
+        """Returns the rest of the current second, rounded up."""
         return max(0, int(1000 * (self._began + 1 - time.monotonic()) + 0.999))
 
     def _next_second(self) -> None:

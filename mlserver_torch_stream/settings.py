@@ -40,6 +40,7 @@ class ResolvedSettings:
 
     @property
     def cache_dir(self) -> Path:
+        """The folder for compiled kernels, converted GGUF files and records of checked loads."""
         assert self.settings.cache_dir is not None  # filled in by parse_settings
         return Path(self.settings.cache_dir)
 
@@ -62,9 +63,9 @@ def parse_settings(
 ) -> ResolvedSettings:
     """Validates the settings that MLServer and the environment give, and finds the model.
 
-    ``uri`` and ``extra`` are ``ModelSettings.parameters``' (None where it has none: then the environment counts),
-    ``parameter_level_extras`` its ``model_extra``, ``source_folder`` the folder of ``model-settings.json`` if any.
-    Raises SettingsError, which names the key.
+    ``uri`` and ``extra`` come from ``ModelSettings.parameters``, and ``parameter_level_extras`` is its ``model_extra``.
+    If ``uri`` or ``extra`` is None, the environment applies. ``source_folder`` is the folder of
+    ``model-settings.json``, if there is such a file. Raises SettingsError, which names the key.
     """
     environ = os.environ if environ is None else environ
     _refuse_misplaced(parameter_level_extras or {}, environ)
@@ -185,7 +186,7 @@ def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> 
         if stray in lines and not stray.startswith(prefix):
             continue
         if key in KNOWN_KEYS:
-            raise SettingsError(f"parameters.{stray}: belongs into parameters.extra.{key}")
+            raise SettingsError(f"parameters.{stray}: belongs in parameters.extra.{key}")
         if f"{prefix}{key}" not in lines:
             hint = did_you_mean_or_known(key, ("uri", "extra", *KNOWN_KEYS))
             raise SettingsError(f"parameters: unknown key {stray!r}{hint}")
@@ -215,7 +216,9 @@ def _environment_extra(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _file_parameters(source_folder: str | None) -> dict[str, Any]:
-    """The ``parameters`` block of the file itself, by which its values are distinguished from the environment's."""
+    """Returns the ``parameters`` block of the file itself, by which its values are distinguished from the
+    environment's.
+    """
     if source_folder is None:
         return {}
     try:

@@ -15,7 +15,7 @@ _KEY_OF_ERROR = re.compile(r"parameters(?:\.extra)?(?:\.(\w+)|: unknown key '([^
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Raises SettingsError."""
+    """Returns the file's content. Raises SettingsError."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise SettingsError(f"{path}: must hold a JSON object, not {json.dumps(value)[:40]}")
@@ -23,7 +23,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """Raises SettingsError."""
+    """Returns the file's content. Raises SettingsError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -43,26 +43,29 @@ def read_json(path: Path) -> Any:
 def refuse_stray_keys(path: Path, known: Collection[str], elsewhere: Mapping[str, str]) -> None:
     """Refuses a key at the top level that MLServer would ignore, if it is known elsewhere or nearly known.
 
-    ``elsewhere``: keys that are known in other places, with these places. Raises SettingsError.
+    ``elsewhere`` are keys that are known in other places, with these places. Returns the file's content. Raises
+    SettingsError.
     """
     for key in read_settings_file(path):
         if key in known:
             continue
         if key in elsewhere:
-            raise SettingsError(f"{place_of(key, path)}: {key!r} belongs into {elsewhere[key]}")
+            raise SettingsError(f"{place_of(key, path)}: {key!r} belongs in {elsewhere[key]}")
         if hint := did_you_mean(key, (*known, *elsewhere)):
             raise SettingsError(f"{place_of(key, path)}: unknown key {key!r}{hint}")
 
 
 def place_of(key: str, path: Path) -> str:
-    """The file, and the line of the key if the file has the key once."""
+    """Returns the file, and the line of the key if the file has the key once."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [number for number, line in enumerate(lines, 1) if f'"{key}"' in line]
     return f"{path}, line {found[0]}" if len(found) == 1 else str(path)
 
 
 def place_of_error(error: SettingsError, source: str | None) -> str:
-    """The place of the key that the error of a model's settings names, in parentheses; nothing if the file lacks it."""
+    """Returns the place of the key that the error of a model's settings names, in parentheses; nothing if the file
+    lacks it.
+    """
     key = _KEY_OF_ERROR.match(str(error))
     if source is None or key is None:
         return ""

@@ -12,9 +12,9 @@ _CHARACTERS_PER_DELTA = 20
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which functions an answer may call. ``strict``: the functions whose arguments must match their schema.
+    """Which functions an answer may call. ``strict`` holds the functions whose arguments must match their schema.
 
-    ``name``: the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
+    ``name`` is the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
     first call.
     """
 
@@ -43,12 +43,12 @@ class ToolCallDelta:
 
     @property
     def size(self) -> int:
-        """In characters, as that of an event."""
+        """The length in characters, as ``TokenEvent`` counts it."""
         return _CHARACTERS_PER_DELTA + len(self.id or "") + len(self.name or "") + len(self.arguments)
 
 
 def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
-    """The calls of a reply, or parts of them, in OpenAI's shape. Whole calls bear no index."""
+    """Returns the calls of a reply, or parts of them, in OpenAI's shape. Whole calls bear no index."""
     return tuple(
         ToolCallDelta(
             each.get("index", position),
@@ -61,7 +61,7 @@ def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
 
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """The parts of an answer's calls, in their order, with neighbours of the same call as one."""
+    """Returns the parts of an answer's calls, in their order, with neighbours of the same call as one."""
     joined: list[ToolCallDelta] = []
     for delta in deltas:
         if joined and joined[-1].index == delta.index:

@@ -27,8 +27,8 @@ FAILURES = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 class StreamMode(str, Enum):
     """What several messages on one gRPC stream mean.
 
-    ``EACH``: every message is a generation of its own, run concurrently.
-    ``PROMPT``: the messages are pieces of one prompt, answered at half-close.
+    With ``EACH`` every message is a generation of its own, and all run concurrently. With ``PROMPT`` the messages are
+    pieces of one prompt, which is answered at half-close.
     """
 
     EACH = "each"
@@ -37,7 +37,9 @@ class StreamMode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Raw text. ``add_special_tokens``: whether BOS and the like are added; None: unless it begins with BOS."""
+    """Raw text. ``add_special_tokens`` says whether BOS and similar tokens are added; None means that they are added
+    unless the text begins with BOS.
+    """
 
     text: str
     add_special_tokens: bool | None = None
@@ -54,10 +56,10 @@ class TokensPrompt:
 class ChatPrompt:
     """A conversation, rendered by the model's chat template.
 
-    The text ends with ``add_generation_prompt``, which begins the answer, or open, with the last message that the
-    answer continues. If both are None, the answer continues a last message of the assistant, and no other.
-    ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they are.
-    ``tool_choice`` says something only beside ``tools``. ``field`` is the request's parameter that gave the messages.
+    With ``add_generation_prompt`` the text ends with a generation prompt, which begins the answer. Otherwise its end is
+    open: the answer continues the last message. If both are None, the answer continues the last message only if it is
+    the assistant's. ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they
+    are. ``tool_choice`` has a meaning only with ``tools``. ``field`` is the request's parameter that gave the messages.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -97,7 +99,7 @@ class ConstraintKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a sequence's answer must match as a whole; if the model reasons first, without the reasoning.
+    """A rule that a sequence's whole answer must match. Reasoning before the answer is not part of it.
 
     ``source`` is a JSON Schema as JSON text, a regular expression, a JSON list of strings, a grammar in Lark's
     language, or nothing for a JSON object of any kind. ``field`` is the request's parameter that gave the constraint.
@@ -112,37 +114,40 @@ class Constraint:
 class SamplingParameters:
     """How tokens are chosen and when a sequence ends, validated and resolved against the model's defaults.
 
-    Order of the transformations is that of transformers' ``generate``: penalties and biases, temperature, top-k,
-    top-p, min-p, typical-p. Log-probabilities are those of the raw logits, before any of it.
+    The order of the transformations is the order in transformers' ``generate``: penalties and biases, temperature,
+    top-k, top-p, min-p, typical-p. Log-probabilities are computed from the raw logits, before any transformation.
     """
 
-    max_tokens: int | None = None  # None: as many as the context holds; 0: the prompt is read, nothing is generated
+    # None allows as many as the context holds; with 0 the prompt is read and nothing is generated.
+    max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
+    temperature: float = 0.0  # 0 means greedy
+    top_k: int = 0  # 0 switches it off
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0  # over prompt and answer, as transformers
-    presence_penalty: float = 0.0  # over the answer, as OpenAI
-    frequency_penalty: float = 0.0  # over the answer, as OpenAI
+    presence_penalty: float = 0.0  # counts the tokens of the answer, as OpenAI does
+    frequency_penalty: float = 0.0  # counts the tokens of the answer, as OpenAI does
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
-    eos_token_ids: tuple[int, ...] | None = None  # None: the model's own
+    eos_token_ids: tuple[int, ...] | None = None  # None means the model's own
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
     logprobs: bool = False
     top_logprobs: int = 0
-    prompt_logprobs: int | None = None  # alternatives for each token of the prompt; None: the prompt is not scored
+    # Alternatives for each token of the prompt; None means that the prompt is not scored.
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     cache_salt: str | None = None  # the prefix cache shares pages only between requests of the same salt
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
 
@@ -155,7 +160,7 @@ class GenerationRules:
     suppressed_first: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     forced_bos: tuple[int, ...] = ()  # after a prompt of one token
-    forced_eos: tuple[int, ...] = ()  # as the last token that a sequence may have
+    forced_eos: tuple[int, ...] = ()  # the token that is forced when a sequence reaches its maximum length
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +176,10 @@ class ReplyOptions:
     token_ids: bool = False
     details: bool = False  # flat JSON only
     echo_prompt: bool = False  # the answer's text starts with the prompt
-    outputs: frozenset[str] | None = None  # None: all
+    outputs: frozenset[str] | None = None  # None means all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
     continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
-    warnings: tuple[str, ...] = ()  # of OpenAI's responses: what the request asks for and does not get
+    warnings: tuple[str, ...] = ()  # the parts of a Responses request that are ignored
     repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 
 
@@ -186,13 +191,13 @@ class GenerationRequest:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParameters = SamplingParameters()
     reply: ReplyOptions = ReplyOptions()
-    stream: bool | None = None  # None: as the endpoint does
+    stream: bool | None = None  # None means that the endpoint decides
     stream_mode: StreamMode = StreamMode.EACH
-    priority: int | None = None  # 1 is highest; None: the default
-    timeout_s: float | None = None  # from submit to the last token; None: the settings'
-    client: str = ""  # waiting requests of one client share its place in the queue; "": unnamed
-    constraint: Constraint | None = None  # of each answer; None: any text
-    adapter: str | None = None  # the LoRA adapter that the model generates with; None: the model itself
+    priority: int | None = None  # 1 is highest; None means the default
+    timeout_s: float | None = None  # seconds from submit to the last token; None means the setting's value
+    client: str = ""  # waiting requests of one client share its place in the queue; empty if the client is not named
+    constraint: Constraint | None = None  # must match each answer; None allows any text
+    adapter: str | None = None  # the LoRA adapter that generates the answer; None means the model itself
 
 
 # The largest size of one event, in characters. Its line then stays below 48 KiB in every spelling; some proxies read
@@ -200,7 +205,7 @@ class GenerationRequest:
 # times, once as JSON within JSON. A log-probability is up to 190 bytes there, each alternative up to 130, and each byte
 # of a token up to 11.
 MAX_PER_EVENT = 1536
-_TIMES_REASONING = 2  # OpenAI's objects say it under two names
+_TIMES_REASONING = 2  # OpenAI's objects repeat the reasoning under two names
 _CHARACTERS_PER_LOGPROB = 10
 _CHARACTERS_PER_ALTERNATIVE = 7
 
@@ -209,9 +214,8 @@ _CHARACTERS_PER_ALTERNATIVE = 7
 class TokenLogprob:
     """Natural-log probability of one token and of the most likely alternatives at its position.
 
-    ``logprob`` is None for the first token of a prompt, which has no token before it.
-    ``token`` and ``top_tokens`` are the tokens' bytes, in the order of ``top``; None and nothing where only ids are
-    known.
+    ``logprob`` is None for the first token of a prompt, which has no token before it. ``token`` and ``top_tokens`` are
+    the tokens' bytes, in the order of ``top``; if only ids are known, they are None and empty.
     """
 
     token_id: int
@@ -223,7 +227,7 @@ class TokenLogprob:
 
     @property
     def size(self) -> int:
-        """In characters, as that of an event."""
+        """The length in characters."""
         token_bytes = len(self.token or b"") + sum(map(len, self.top_tokens))
         return _CHARACTERS_PER_LOGPROB + _CHARACTERS_PER_ALTERNATIVE * len(self.top) + token_bytes
 
@@ -236,8 +240,8 @@ class Usage:
     num_output_tokens: int
     queue_s: float = 0.0
     ttft_s: float = 0.0
-    num_cached_tokens: int = 0  # of the prompt: copied from the prefix cache
-    num_reasoning_tokens: int = 0  # of the output tokens: the reasoning before the answer, and the marks around it
+    num_cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
+    num_reasoning_tokens: int = 0  # output tokens of the reasoning before the answer, and of the marks around it
 
 
 @dataclass(slots=True)  # a frozen dataclass takes five times as long to create
@@ -263,19 +267,19 @@ class TokenEvent:
     stop_reason: int | str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    prompt_text: str = ""  # of a request that repeats its prompt
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens of the prompt, in order
-    num_input_tokens: int = 0  # of the sequence's prompt, on every event that the engine's thread delivers
-    prompt_ids: Sequence[int] = field(default=(), compare=False, repr=False)  # on the same events
+    prompt_text: str = ""  # the prompt, if the request asks for its text
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # one entry for each token of the prompt, in order
+    num_input_tokens: int = 0  # the length of the prompt, on every event that the engine's thread delivers
+    prompt_ids: Sequence[int] = field(default=(), compare=False, repr=False)  # the prompt's tokens, on the same events
 
     @property
     def has_output(self) -> bool:
-        """Whether there is anything to show: ids alone may be those of an incomplete character."""
+        """Whether there is anything to show. An event may have only ids, of a character that is not complete yet."""
         return bool(self.text or self.reasoning or self.tool_calls or self.prompt_text)
 
     @property
     def size(self) -> int:
-        """In characters; ``MAX_PER_EVENT`` is the limit."""
+        """The size in characters; ``MAX_PER_EVENT`` is the limit."""
         said = (
             len(self.prompt_text)
             + len(self.text)
@@ -290,7 +294,9 @@ class TokenEvent:
         return not ((self.tool_calls and (later.reasoning or later.text)) or (self.text and later.reasoning))
 
     def merge(self, later: TokenEvent) -> TokenEvent:
-        """One event for this one and a later one of the same sequence, which it goes before."""
+        """Returns one event for this one and a later event of the same sequence. ``goes_before`` says whether they can
+        be merged.
+        """
         return TokenEvent(
             index=self.index,
             text=self.text + later.text,
@@ -310,7 +316,9 @@ class TokenEvent:
         )
 
     def split_failure(self) -> tuple[TokenEvent, ...]:
-        """Two events for one with tokens and a failure, so that the error does not cost a client the tokens."""
+        """Splits an event with tokens and a failure into two events, so that the client gets the tokens before the
+        error.
+        """
         if self.finish_reason not in FAILURES or not self.size:
             return (self,)
         end = TokenEvent(self.index, finish_reason=self.finish_reason, usage=self.usage, error=self.error)
@@ -336,19 +344,21 @@ class ModelInfo:
 
     vocab_size: int
     max_model_len: int  # tokens, prompt and answer together
-    max_num_seqs: int  # the most sequences that decode at a time; bounds n
+    max_num_seqs: int  # the maximum number of sequences that decode at a time, which bounds n
     has_chat_template: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: str | None = None  # the notation of its tool calls, or none; None: its template does not say
-    reasons: bool = False  # whether its answers may begin with a reasoning
-    template_arguments: frozenset[str] = frozenset()  # of tools and reasoning: the arguments that the template reads
+    tool_parser: str | None = None  # the notation of its tool calls, or "none"; None if its template does not say
+    reasons: bool = False  # whether its answers may begin with reasoning
+    template_arguments: frozenset[str] = frozenset()  # the arguments about tools and reasoning that the template reads
     attention: str = ""  # in a word: `kernels`, `varlen`, `torch`, `transformers` (the model's own) or `vllm`
-    adapters: frozenset[str] | None = None  # the names of its LoRA adapters; None: its engine takes none
+    adapters: frozenset[str] | None = None  # the names of its LoRA adapters; None if its engine does not support any
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """``begin`` is None where the prompt has begun the reasoning; else an answer without ``begin`` has none."""
+    """The marks around the reasoning of an answer. ``begin`` is None if the prompt has already begun the reasoning;
+    otherwise an answer without ``begin`` has no reasoning.
+    """
 
     end: str
     begin: str | None = None

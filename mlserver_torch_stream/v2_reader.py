@@ -22,7 +22,7 @@ _ONE_ELEMENT_EACH = {  # the output's name -> the field
 
 @dataclass(frozen=True, slots=True)
 class SequenceReply:
-    """The part of one sequence in a reply. None: the reply does not have the value."""
+    """The part of one sequence in a reply. None means that the reply does not have the value."""
 
     index: int
     text: str | None = None
@@ -38,9 +38,10 @@ class SequenceReply:
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """``sequences``: at least one; ``final``: the stream's last event; ``error``: the error of a failed generation.
+    """``sequences`` has at least one entry; ``final`` marks the stream's last event; ``error`` is the error of a failed
+    generation.
 
-    The counts are the whole request's; None: the reply does not say.
+    The counts are the whole request's; None means that the reply does not say.
     """
 
     sequences: tuple[SequenceReply, ...]
@@ -51,7 +52,7 @@ class ServerReply:
 
 
 def read_reply(body: Mapping[str, Any]) -> ServerReply:
-    """A body that is no V2 reply raises KeyError, TypeError, ValueError or AttributeError."""
+    """A body that is not a V2 reply raises KeyError, TypeError, ValueError or AttributeError."""
     parameters = body.get("parameters") or {}
     tensors = {tensor["name"]: tensor for tensor in body.get("outputs", ())}
     columns: dict[str, list[Any]] = {
@@ -83,7 +84,7 @@ def read_reply(body: Mapping[str, Any]) -> ServerReply:
 
 
 def _ids_of_each(tensor: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The ids of one sequence, or those of several, whose rows are filled up with -1."""
+    """Returns the ids of one sequence, or of several sequences, whose rows are filled up with -1."""
     data, shape = tensor["data"], tensor["shape"]
     width = max(1, shape[-1])
     return [

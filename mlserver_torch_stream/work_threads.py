@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 class WorkCancelled(BaseException):
-    """The work of this thread is cancelled. It is no Exception: no handler of errors must go on with the work."""
+    """The work of this thread is cancelled. It does not derive from Exception, so that error handlers do not go on with
+    the work.
+    """
 
 
 class Cancellation:
@@ -55,7 +57,7 @@ class Cancellation:
             raise WorkCancelled
 
 
-# The cancellation of the work that a thread does; work that cannot be cancelled has one that nobody calls.
+# The cancellation of the work that a thread does. Work that cannot be cancelled has one that is never called.
 _CANCELLATION: contextvars.ContextVar[Cancellation] = contextvars.ContextVar("cancellation")
 
 
@@ -101,7 +103,9 @@ class _WorkThread(threading.Thread):
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """A future takes no SystemExit, and the panic of a Rust library is no Exception either."""
+    """Wraps an error that a future cannot store: SystemExit, or the panic of a Rust library, which is not an
+    Exception.
+    """
     if isinstance(error, Exception):
         return error
     shown = RuntimeError(repr(error))

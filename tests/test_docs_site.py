@@ -24,6 +24,7 @@ def test_make_docs_builds_every_page_without_a_warning(tmp_path: Path) -> None:
     assert [page for page in _PAGES if not (site / page).with_suffix(".html").is_file()] == []
     assert (site / "docs/site/index.html").is_file() and "docs/site/index.html" in (site / "index.html").read_text()
     assert "AsyncClient" in (site / "docs/site/api.html").read_text()
+    assert "tables.js" in (site / "docs/openai.html").read_text()
     index = (site / "searchindex.js").read_text()
     assert '"docs/scaling"' in index and "preempt" in index
     fetched = [page for page in site.rglob("*.html") if 'src="http' in page.read_text(encoding="utf-8")]

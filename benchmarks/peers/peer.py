@@ -1,6 +1,6 @@
-"""A server of someone else's: how its environment is made, how it is started, and how it is asked.
+"""A server of another project: how its environment is made, how it is started, and how it is asked.
 
-Knows nothing of measuring. Everything of a peer lies in a folder of its own, outside the project.
+All files of a peer are in a separate folder outside the project.
 """
 
 from __future__ import annotations

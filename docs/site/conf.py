@@ -1,6 +1,6 @@
 """Sphinx's configuration of the site: its pages are those of the repository, as they are.
 
-Knows no page but the index. ``make docs`` runs Sphinx with it, on the whole repository as its source.
+``make docs`` runs Sphinx with it, on the whole repository as its source.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ root_doc = "docs/site/index"
 include_patterns = ["*.md", "docs/**.md", "docs/site/*.rst", "benchmarks/*.md", "benchmarks/results/*.md"]
 exclude_patterns = [".*", "build", "dist", "tests", "mlserver_torch_stream", "deploy"]
 html_theme = "furo"
-html_static_path = ["tables.css"]
+html_static_path = ["tables.css", "tables.js"]
 html_css_files = ["tables.css"]
+html_js_files = ["tables.js"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
@@ -33,7 +34,7 @@ myst_heading_anchors = 4  # as on GitHub
 autodoc_mock_imports = ["grpc", "google", "aiohttp", "yarl", "httpx", "mlserver", "orjson", "numpy", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# Of the standard library, whose pages are not asked for, and pieces of types that Sphinx splits at a comma.
+# Names of the standard library, whose pages are not linked, and pieces of types that Sphinx splits at a comma.
 nitpick_ignore_regex = [("py:.*", r"(collections|os)\..*|.*\[.*")]
 
 _ENTRY = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/site/index.html"><title>{}</title>\n'

@@ -301,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-tokens",
         type=positive,
         default=_MAX_TOKENS,
-        help="most tokens of an answer (default: %(default)s)",
+        help="the maximum number of tokens of an answer (default: %(default)s)",
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")

@@ -47,7 +47,7 @@ class ChildServer:
     process: asyncio.subprocess.Process
 
     def ended(self) -> str | None:
-        """The reason why the server has ended; None while it runs."""
+        """Returns the reason why the server has ended; None while it runs."""
         from mlserver_torch_stream.engine.child_process import how_it_ended
 
         status = self.process.returncode

@@ -62,7 +62,7 @@ def _add_input(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--worker", type=_worker, default=(1, 1), metavar="I/N", help="write every N-th part, from the I-th"
     )
-    run.add_argument("--limit", type=positive, help="read only so many rows, the first ones of the input")
+    run.add_argument("--limit", type=positive, help="read only the first rows of the input, at most this many")
     run.add_argument("--on", choices=["ray"], help="spread the parts over a Ray cluster")
     run.add_argument("--workers", type=positive, default=2, help="workers that --on starts (default: %(default)s)")
 
@@ -86,7 +86,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--concurrency",
         type=positive,
-        help=f"most requests in flight at --url (default: {URL_DEFAULTS['concurrency']})",
+        help=f"the maximum number of requests in flight at --url (default: {URL_DEFAULTS['concurrency']})",
     )
     command.add_argument(
         "--timeout",
@@ -116,13 +116,13 @@ def _add_objects(command: argparse.ArgumentParser) -> None:
         help="pass each object to this TorchServe handler, which runs in separate processes",
     )
     command.add_argument("--tensor", metavar="NAME", help="send each object to --url as a BYTES tensor of this name")
-    command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of so many bytes")
+    command.add_argument("--chunk-bytes", type=nbytes, help="split objects of any size into chunks of this many bytes")
     command.add_argument(
         "--sequences",
         action="store_true",
         help="send the chunks of an object to one worker of a stateful --handler, in order",
     )
-    command.add_argument("--whole-bytes", type=nbytes, help="the most bytes of a whole object (default: 64MiB)")
+    command.add_argument("--whole-bytes", type=nbytes, help="the maximum size of a whole object (default: 64MiB)")
     command.add_argument(
         "--rows",
         choices=["object", "chunk", "piece"],
@@ -163,22 +163,29 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--prefetch", type=positive, default=32, help="objects fetched ahead (default: %(default)s)")
     command.add_argument(
-        "--prefetch-bytes", type=nbytes, default=64 * 2**20, help="most bytes fetched ahead (default: 64MiB)"
+        "--prefetch-bytes",
+        type=nbytes,
+        default=64 * 2**20,
+        help="the maximum number of bytes that are fetched ahead (default: 64MiB)",
     )
     command.add_argument(
         "--batch-rows",
         type=positive,
-        help="most rows in a batch (default: 8; with --url 1; with --handler its batchSize)",
+        help="the maximum number of rows in a batch (default: 8; with --url 1; with --handler its batchSize)",
     )
-    command.add_argument("--batch-bytes", type=nbytes, help="most bytes of input in a batch (default: 16MiB)")
     command.add_argument(
-        "--batch-tokens", type=positive, help="most tokens of prompts in a batch, instead of --batch-bytes"
+        "--batch-bytes", type=nbytes, help="the maximum number of bytes of input in a batch (default: 16MiB)"
+    )
+    command.add_argument(
+        "--batch-tokens",
+        type=positive,
+        help="the maximum number of tokens of prompts in a batch, instead of --batch-bytes",
     )
     command.add_argument(
         "--max-wait",
         type=seconds,
         default=0.05,
-        help="most seconds that a batch waits after its first row (default: %(default)s)",
+        help="how many seconds a batch waits at most after its first row (default: %(default)s)",
     )
     command.add_argument(
         "--batches",
@@ -189,10 +196,13 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
         "--window",
         type=positive,
         default=256,
-        help="most rows that are read and not delivered yet (default: %(default)s)",
+        help="the maximum number of rows that are read and not delivered yet (default: %(default)s)",
     )
     command.add_argument(
-        "--window-bytes", type=nbytes, default=128 * 2**20, help="most bytes of input of these rows (default: 128MiB)"
+        "--window-bytes",
+        type=nbytes,
+        default=128 * 2**20,
+        help="the maximum number of bytes of input of these rows (default: 128MiB)",
     )
     command.add_argument(
         "--tries", type=positive, default=6, help="tries of each fetch and write (default: %(default)s)"
@@ -250,7 +260,7 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
         default=64,
         help="rows in one part of an archive's result, or with --kafka (default: %(default)s)",
     )
-    watch.add_argument("--limit", type=positive, help="end after so many objects or records")
+    watch.add_argument("--limit", type=positive, help="end after this many objects or records")
 
 
 def _object(text: str) -> dict[str, Any]:

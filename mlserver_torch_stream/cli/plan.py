@@ -138,7 +138,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tflops", type=above_zero, help="dense bf16 TFLOP/s of a device that is not known (default: not a limit)"
     )
     parser.add_argument(
-        "--devices", type=positive, default=_DEVICES, help="most devices to plan for (default: %(default)s)"
+        "--devices",
+        type=positive,
+        default=_DEVICES,
+        help="the maximum number of devices to plan for (default: %(default)s)",
     )
     parser.add_argument(
         "--context",

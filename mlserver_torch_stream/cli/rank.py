@@ -24,7 +24,9 @@ _ENDED = "rank 0 ended before it had loaded a model: its log says why"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one rank of a server that torchrun starts: rank 0 serves, the others follow it. Returns the exit status."""
+    """Runs one rank of a server that torchrun starts: rank 0 serves, and the other ranks follow it. Returns the exit
+    status.
+    """
     arguments = _parser().parse_args(argv)
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
@@ -41,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(folder: str) -> int:
-    """Runs the server. If it ends before the other ranks have a model, they are told that there will be none."""
+    """Runs the server. If it ends before the other ranks have a model, they learn that there will be no model."""
     from mlserver.cli.serve import load_settings
 
     from mlserver_torch_stream.engine.tensor_parallel.validate import check_launched

@@ -233,8 +233,8 @@ def prepare_repository(
 ) -> str:
     """Prepares a repository that serves ``model`` alone, and returns its path.
 
-    The repository in ``scratch`` is empty but for the server settings of ``folder``; MLServer reads the model's
-    settings from ``environ``.
+    The repository in ``scratch`` holds only the server settings of ``folder``; MLServer reads the model's settings from
+    ``environ``.
     """
     if (folder / SETTINGS).is_file():
         shutil.copy(folder / SETTINGS, scratch)

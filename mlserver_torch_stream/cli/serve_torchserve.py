@@ -74,7 +74,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
-    """Returns the configuration file that the variable or the command line names, or that in the working directory.
+    """Returns the configuration file that the variable or the command line names, or the one in the working directory.
 
     Returns None if there is none. Raises SettingsError if a named file does not exist.
     """
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream serve-torchserve",
         description="Serve the archives of a TorchServe's model store as its config.properties says, and list the keys "
-        "that have no effect. Options are those of the torchserve command; the server runs in the foreground.",
+        "that have no effect. The options are the same as torchserve's; the server runs in the foreground.",
     )
     parser.add_argument(
         "folder",

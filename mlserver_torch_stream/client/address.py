@@ -1,4 +1,5 @@
-"""Checks what a client is given: the server's URL, the headers and key of its requests, its timeout, its authorities.
+"""Checks the arguments of a client: the server's URL, the headers and the key of its requests, its timeout, its
+authorities.
 
 Everything that is wrong is a ValueError, which never quotes a header's value or the key.
 """
@@ -17,7 +18,7 @@ Api = Literal["v2"]
 _HTTP, _GRPC = ("http", "https"), ("grpc", "grpcs")
 _TLS = ("https", "grpcs")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-_.]+")
-_HEADER_VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")  # HTTP takes no blanks at its ends
+_HEADER_VALUE = re.compile(r"([\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?)?")  # HTTP does not allow blanks at its ends
 _KEY = re.compile(r"[\x21-\x7e]+")
 _FRAMING = ("content-length", "transfer-encoding")  # the transport says how long a body is
 _BINARY = "-bin"  # the end of the names whose values are bytes over gRPC
@@ -43,7 +44,7 @@ def _parts(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         readable = parts.port != 0 and url.isprintable() and not re.search(r"[\s?#]", url)
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         readable = False
     if not readable:
         raise ValueError(f"url: is a scheme, a host, a port and a path, got {without_credentials(url)!r}")
@@ -56,12 +57,12 @@ def grpc_target(url: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """The URL as it may be shown."""
+    """Returns the URL as it may be shown."""
     return re.sub(r"//[^/]*@", "//", url)
 
 
 def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, grpc: bool) -> dict[str, str]:
-    """The headers, and the one that carries the key."""
+    """Returns the headers, and the one that carries the key."""
     if api_key is not None:
         if not _KEY.fullmatch(api_key):
             raise ValueError("api_key: is empty, or has characters that a header cannot carry")
@@ -85,7 +86,8 @@ def checked_timeout(seconds: float) -> float:
 
 
 def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes | None:
-    """The certificates of a PEM file, the only ones that the client trusts; None: its library's own."""
+    """Returns the certificates of a PEM file, the only ones that the client trusts; None means the certificates of its
+    library."""
     if ca_file is None:
         return None
     if urlsplit(url).scheme not in _TLS:

@@ -24,7 +24,9 @@ class GenerationCall:
 def generation_call(
     model: str, prompt: str | Sequence[str] | None, messages: Messages | None, parameters: Mapping[str, Any]
 ) -> GenerationCall:
-    """A parameter of None is left out. Raises ValueError unless exactly one of ``prompt`` and ``messages`` is given."""
+    """Returns the call, without the parameters that are None. Raises ValueError unless exactly one of ``prompt`` and
+    ``messages`` is given.
+    """
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
     prompts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
@@ -34,7 +36,9 @@ def generation_call(
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token. ``top``: the most likely ones at its position, as many as were asked for."""
+    """The log-probability of one token. ``top`` has the most likely tokens at its position, as many as were asked
+    for.
+    """
 
     logprob: float
     token_id: int | None = None
@@ -53,8 +57,8 @@ class RequestUsage:
 class Delta:
     """What one event adds to sequence ``index``. Sequences are numbered prompt by prompt.
 
-    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``
-    and has the usage, where the server tells it.
+    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``, and has
+    the usage if the server sends it.
     """
 
     text: str = ""
@@ -77,8 +81,8 @@ class Delta:
 class ClientError(Exception):
     """The generation failed. The message has the reason that the server or the network gave.
 
-    ``status`` is the server's HTTP status, over gRPC the one that stands for its code; None where the server sent none.
-    ``retry_after`` is in seconds, where the server said it.
+    ``status`` is the server's HTTP status, or over gRPC the HTTP status for its code; None if the server sent no
+    status. ``retry_after`` is in seconds; None if the server did not send it.
     """
 
     def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
@@ -108,12 +112,12 @@ UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def unreadable(error: Exception) -> StreamBroken:
-    """Returns the error of an answer that is not what the protocol says."""
+    """Returns the error for an answer that breaks the protocol."""
     return StreamBroken(f"the server's answer cannot be read: {type(error).__name__}: {error}")
 
 
 class StreamEnding:
-    """``started``: the first event has arrived."""
+    """``started`` means that the first event has arrived."""
 
     def __init__(self) -> None:
         self.started = False

@@ -30,7 +30,7 @@ class Transport(Protocol):
         """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError."""
 
     def models(self) -> list[str]:
-        """The names of the models that the server has ready. Raises ClientError."""
+        """Returns the names of the models that the server has ready. Raises ClientError."""
 
     def close(self) -> None:
         """Closes the connections."""
@@ -51,9 +51,9 @@ class Client:
 
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
     TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
-    ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events.
-    ``ca_file``: PEM certificates of the authorities that are trusted, instead of those that httpx and gRPC trust.
-    Raises ValueError for a URL, another ``api``, a header, a key, a timeout or a file that is not valid.
+    ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events. ``ca_file`` are PEM certificates of
+    the authorities to trust instead of the defaults of httpx and gRPC. Raises ValueError for a URL, another ``api``, a
+    header, a key, a timeout or a file that is not valid.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Client:
         return self._transport.stream(generation_call(model, prompt, messages, parameters))
 
     def models(self) -> list[str]:
-        """The names of the models that the server has ready. Raises ClientError."""
+        """Returns the names of the models that the server has ready. Raises ClientError."""
         return self._transport.models()
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class AsyncClient:
         return self._transport.stream(generation_call(model, prompt, messages, parameters))
 
     async def models(self) -> list[str]:
-        """The names of the models that the server has ready. Raises ClientError."""
+        """Returns the names of the models that the server has ready. Raises ClientError."""
         return await self._transport.models()
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ def stream(
     timeout: float = DEFAULT_TIMEOUT_S,
     **parameters: Any,
 ) -> Generator[Delta, None, None]:
-    """``Client.stream`` over a connection of its own."""
+    """Calls ``Client.stream`` over a connection of its own."""
     with Client(url, timeout=timeout) as client:
         yield from client.stream(model, prompt, messages=messages, **parameters)
 
@@ -162,7 +162,7 @@ async def astream(
     timeout: float = DEFAULT_TIMEOUT_S,
     **parameters: Any,
 ) -> AsyncGenerator[Delta, None]:
-    """The same as ``stream``, for asyncio."""
+    """Does the same as ``stream``, for asyncio."""
     async with (
         AsyncClient(url, timeout=timeout) as client,
         aclosing(client.stream(model, prompt, messages=messages, **parameters)) as deltas,
@@ -180,7 +180,7 @@ def _open_transport(
     api_key: str | None,
     ca_file: str | os.PathLike[str] | None,
 ) -> Any:
-    """A Transport, or an AsyncTransport. Raises ValueError."""
+    """Returns a Transport, or an AsyncTransport. Raises ValueError."""
     grpc = is_grpc(url, api)
     given = checked_headers(headers, api_key, grpc=grpc), checked_timeout(timeout), read_authorities(ca_file, url)
     if grpc:

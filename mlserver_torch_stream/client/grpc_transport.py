@@ -97,7 +97,7 @@ _NOT_CONNECTED = ("failed to connect", "DNS resolution failed", "errors resolvin
 
 
 def stream_method(channel: Any) -> Any:
-    """ModelStreamInfer with one message: on the wire that is a stream of one."""
+    """Returns ModelStreamInfer as a method that takes one message: on the wire that is a stream of one."""
     return channel.unary_stream(
         f"{_SERVICE}/ModelStreamInfer",
         request_serializer=ModelInferRequest.SerializeToString,
@@ -126,7 +126,9 @@ def request_message(call: GenerationCall) -> Any:
 
 
 def _set(parameter: Any, value: Any) -> None:
-    """V2 has booleans, integers and strings over gRPC. Everything else is JSON in a string."""
+    """Sets a parameter. Over gRPC, V2 has booleans, integers and strings; everything else is sent as JSON in a
+    string.
+    """
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int) and value in _INT64:
@@ -136,7 +138,7 @@ def _set(parameter: Any, value: Any) -> None:
 
 
 def response_deltas(response: Any) -> list[Delta]:
-    """Raises GenerationError where the response carries an error, StreamBroken where it is no answer."""
+    """Raises GenerationError if the response carries an error, and StreamBroken if it is not an answer."""
     parameters = {entry.key: value for entry in response.parameters for _, value in entry.value.ListFields()}
     try:
         outputs = [
@@ -166,7 +168,7 @@ def model_names(response: Any) -> list[str]:
 
 
 def call_error(url: str, error: Any, started: bool) -> ClientError:
-    """The error of a failed call. ``started``: its first message has arrived."""
+    """Returns the error of a failed call. ``started`` means that its first message has arrived."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
         return ConnectionFailed(f"no server at {url}: {details}")
@@ -257,7 +259,7 @@ class AsyncGrpcTransport:
 
 async def _result(pending: Awaitable[Any], seconds: float | None) -> Any:
     """Returns the result of a call. Raises TimeoutError, or StreamBroken if the client was closed: gRPC cancels the
-    calls of a channel that is closed, which is no cancellation of the task that waits."""
+    calls of a closed channel, which must not count as a cancellation of the waiting task."""
     reading = asyncio.ensure_future(pending)
     try:
         done, _ = await asyncio.wait([reading], timeout=seconds)
@@ -278,7 +280,8 @@ def _retrieve(reading: asyncio.Future[Any]) -> None:
 
 
 class SilenceWatch:
-    """Cancels a call whose next message does not arrive in time. A thread watches, as a blocking read has no timeout.
+    """Cancels a call whose next message does not arrive in time. A thread watches, because a blocking read has no
+    timeout.
 
     The time that the reader of the stream takes for a message does not count.
     """
@@ -292,7 +295,7 @@ class SilenceWatch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self) -> Any:
-        """The next message; None after the last."""
+        """Returns the next message; None after the last."""
         self._due = time.monotonic() + self._seconds
         message = next(self._rpc, None)
         self._due = math.inf

@@ -34,19 +34,19 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 class EventParser:
     """Parses a ``text/event-stream`` body, in chunks of any size, into the data of its events.
 
-    ``most_bytes`` bounds what is kept of one event: its lines so far, and one that has no end yet.
+    ``most_bytes`` bounds the memory of one event: its complete lines and its last, incomplete line.
     """
 
     def __init__(self, most_bytes: int = MAX_EVENT_BYTES) -> None:
         self._most_bytes = most_bytes
         self._kept_bytes = 0
-        self._line = bytearray()  # that has no end yet
+        self._line = bytearray()  # the current line, until its end arrives
         self._half_end = b""
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> Iterator[str]:
-        """Must be read to its end. Raises ValueError, after the events before it, at a line that is not UTF-8 and at
-        an event that has more than ``most_bytes``."""
+        """Yields the events that are complete; the iterator must be read to its end. Raises ValueError at a line that
+        is not UTF-8 and at an event of more than ``most_bytes``, after the events before it."""
         *ended, rest = _LINE_END.split(self._half_end + chunk)
         self._half_end = b"\r" if rest.endswith(b"\r") else b""
         for piece in ended:
@@ -74,7 +74,7 @@ class EventParser:
 
 _CONNECT_TIMEOUT_S = 5.0
 _Http = TypeVar("_Http", httpx.Client, httpx.AsyncClient)
-_MAX_REASON_CHARACTERS = 1000  # of a refusal that is no JSON, such as the page of a proxy
+_MAX_REASON_CHARACTERS = 1000  # the maximum length of a refusal that is not JSON, such as a proxy's error page
 
 
 class HttpTransport:
@@ -170,7 +170,7 @@ class _StreamReading:
 def _opened(
     library: type[_Http], url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None
 ) -> _Http:
-    """httpx reads the environment's proxies and certificates here."""
+    """Creates the client; httpx reads the environment's proxies and certificates here."""
     try:
         httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -186,8 +186,8 @@ def _opened(
 
 @lru_cache(maxsize=1)
 def _tls_context(cert_file: str | None, cert_folder: str | None) -> ssl.SSLContext:
-    """The context that all clients share, because reading the certificates takes 25 ms. httpx takes the arguments from
-    the environment itself; with other ones there is a new context."""
+    """Returns the context that all clients share, because reading the certificates takes 25 ms. httpx takes the
+    arguments from the environment itself; with other ones there is a new context."""
     return httpx.create_ssl_context()
 
 
@@ -221,12 +221,12 @@ def _refusal(response: httpx.Response, body: bytes) -> RequestRefused:
 
 
 def error_message(error: Any) -> str:
-    """The message of an error object, in V2's form or in OpenAI's."""
+    """Returns the message of an error object, in V2's form or in OpenAI's."""
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """The header Retry-After in seconds; None if it is missing, or a date."""
+    """Returns the header Retry-After in seconds; None if it is missing, or a date."""
     try:
         return max(0.0, float(headers["Retry-After"]))
     except (KeyError, ValueError):

@@ -16,7 +16,7 @@ MODELS_BODY = {"ready": True}
 
 
 def input_tensors(call: GenerationCall) -> dict[str, list[str]]:
-    """The elements of the BYTES tensors that hold the prompt and the tools, by name."""
+    """Returns the elements of the BYTES tensors that hold the prompt and the tools, by name."""
     if call.messages is None:
         tensors = {"text_input": list(call.prompts)}
     else:
@@ -25,7 +25,7 @@ def input_tensors(call: GenerationCall) -> dict[str, list[str]]:
 
 
 def plain_parameters(call: GenerationCall) -> dict[str, Any]:
-    """The parameters that are no tensors."""
+    """Returns the parameters that are not tensors."""
     return {name: value for name, value in call.parameters.items() if name != _TOOLS}
 
 
@@ -34,7 +34,7 @@ def _json(value: Any) -> str:
 
 
 def deltas_of(reply: ServerReply) -> list[Delta]:
-    """Raises GenerationError where the reply carries an error."""
+    """Returns the deltas of a reply. Raises GenerationError if the reply carries an error."""
     if reply.error is not None:
         raise GenerationError(f"the generation failed: {reply.error}")
     usage = None
@@ -67,7 +67,9 @@ def _logprob(entry: TokenLogprob) -> Logprob:
 
 
 def http_request(call: GenerationCall, stream: bool = True) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a call over HTTP. ``stream`` false: the request asks for one whole reply."""
+    """Returns the path and the body of a call over HTTP. ``stream`` false means that the request asks for one whole
+    reply.
+    """
     tensors = [
         {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
         for name, texts in input_tensors(call).items()
@@ -78,10 +80,10 @@ def http_request(call: GenerationCall, stream: bool = True) -> tuple[str, dict[s
 
 
 def read_event(data: str) -> list[Delta]:
-    """The deltas of one server-sent event. Raises GenerationError, or one of ``UNREADABLE``."""
+    """Returns the deltas of one server-sent event. Raises GenerationError, or one of ``UNREADABLE``."""
     return deltas_of(read_reply(json.loads(data)))
 
 
 def model_names(index: Any) -> list[str]:
-    """The names in an answer to ``MODELS_PATH``."""
+    """Returns the names in an answer to ``MODELS_PATH``."""
     return sorted({item["name"] for item in index})

@@ -20,7 +20,7 @@ from mlserver_torch_stream.types import TokenLogprob
 from mlserver_torch_stream.v2_reader import read_reply
 
 DONE = "[DONE]"
-_MAX_LEVELS = 500  # of nesting; Python's JSON writer fails beyond about 900
+_MAX_LEVELS = 500  # the maximum depth of nesting; Python's JSON writer fails beyond about 900
 
 
 class GenerationBroke(Exception):
@@ -32,9 +32,9 @@ class GenerationBroke(Exception):
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses JSON as servers in Python write it. NaN and infinities, which log-probabilities can be, become null.
+    """Parses JSON. NaN and infinities, which servers in Python write for some log-probabilities, become None.
 
-    Raises ValueError, also if the value is nested too deeply to be written again.
+    Raises ValueError if the text is not JSON, or if its value is nested too deeply to be written again.
     """
     try:
         value = json.loads(text, parse_constant=lambda constant: None)
@@ -60,7 +60,7 @@ def _within_levels(value: Any) -> bool:
 
 
 class HttpAnswer(Protocol):
-    """Collects one answer while it arrives.
+    """Collects one answer while it arrives. ``body`` sets the counts of tokens if the answer has them.
 
     Input that is not an answer raises ValueError, KeyError, TypeError, IndexError or AttributeError.
     """

@@ -16,17 +16,17 @@ from typing import Any, Protocol
 from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 
 MAX_MEMBERS = 1_000_000
-MAX_DIRECTORY_BYTES = 8 * 2**20  # of a zip archive: some 100,000 members
-_MAX_HEADER_BYTES = 2**20  # of a member's extended header in tar
+MAX_DIRECTORY_BYTES = 8 * 2**20  # the maximum size of a zip archive's directory: some 100,000 members
+_MAX_HEADER_BYTES = 2**20  # the maximum size of a member's extended header in tar
 _SLICE = 64 * 2**10  # compressed bytes that are decompressed at a time
-_ZSTD_SLICE = 2**10  # for zstd, whose output has no bound: a slice unfolds to at most 32 MiB
+_ZSTD_SLICE = 2**10  # zstd does not bound its output, so its input is cut: a slice unfolds to at most 32 MiB
 _ZSTD_WINDOW = 2**27  # the largest window that the zstd command accepts
 _BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True, slots=True)
 class MemberBegin:
-    """Begins a member. ``trouble``: why its bytes are not read; empty if they are."""
+    """Begins a member. ``trouble`` says why its bytes are not read; empty if they are."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class MemberBegin:
 
 @dataclass(frozen=True, slots=True)
 class MemberEnd:
-    """Ends a member. ``trouble``: why its last bytes are missing or wrong; empty if they are right."""
+    """Ends a member. ``trouble`` says why its last bytes are missing or wrong; empty if they are right."""
 
     trouble: str = ""
 
@@ -113,7 +113,8 @@ class Unzstd:
 
 
 def decompressor(compression: str | None) -> Decompressor:
-    """Returns a decompressor for this compression; None: not compressed. Raises Damaged if its library is missing."""
+    """Returns a decompressor for this compression; None means not compressed. Raises Damaged if its library is
+    missing."""
     return SlicedGunzip() if compression == "gzip" else Unzstd() if compression == "zstd" else Plain()
 
 
@@ -249,7 +250,7 @@ class _Tail(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
-            raise OSError("before the begin")
+            raise OSError("before the beginning")
         self._at = base + offset
         return self._at
 
@@ -352,7 +353,9 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
 
 
 class _ZipContent:
-    """Decompresses one member. ``left``: compressed bytes still to come; ``shown``: whether they become events."""
+    """Decompresses one member. ``left`` is the number of compressed bytes still to come; ``shown`` says whether they
+    become events.
+    """
 
     def __init__(self, info: zipfile.ZipInfo) -> None:
         self._info = info
@@ -387,7 +390,7 @@ class _ZipContent:
             data = self._inflate.unconsumed_tail
             if piece:
                 yield piece
-            if not data and len(piece) < PIECE_BYTES:  # a full piece may have more behind it
+            if not data and len(piece) < PIECE_BYTES:  # after a full piece more may follow
                 return
 
     def end(self) -> Iterator[Event]:

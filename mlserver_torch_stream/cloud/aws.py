@@ -35,8 +35,8 @@ _DEFAULT_REGION = "us-east-1"
 class AwsClient:
     """A client of one service. Raises RunRefused for an invalid address.
 
-    ``credentials``: arguments of boto3's session; without them boto3 looks in the environment, in profiles and at the
-    machine's role. ``silence``: seconds to wait for an answer.
+    ``credentials`` are arguments of boto3's session; without them boto3 looks in the environment, in profiles and at
+    the machine's role. ``silence`` is the number of seconds to wait for an answer.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AwsClient:
 class S3Listing:
     """Lists the objects of an S3 bucket below a prefix.
 
-    ``credentials``: arguments of boto3's session; None for a public bucket. ``stall_s``: the longest silence in
+    ``credentials`` are arguments of boto3's session; None for a public bucket. ``stall_s`` is the longest silence in
     seconds.
     """
 
@@ -135,7 +135,7 @@ class S3Listing:
 
         Raises CloudError.
 
-        ``after``: only keys after this one.
+        Keys up to ``after`` are left out.
         """
         signed = self.credentials is not None
         known = self.credentials or {"region_name": _DEFAULT_REGION}

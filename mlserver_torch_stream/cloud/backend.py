@@ -238,7 +238,7 @@ class BatchBackend(Backend):
         if any(row.sequence is not None for row in rows):
             return [await self._in_sequence(row) for row in rows]
         outcomes: dict[int, Outcome] = {}
-        frames: dict[int, bytes] = {}  # of the rows that have no outcome yet
+        frames: dict[int, bytes] = {}  # the frames of the rows that have no outcome yet
         for index, row in enumerate(rows):
             try:
                 frames[index] = self._frame(row)
@@ -398,7 +398,7 @@ class BatchBackend(Backend):
 
 
 async def _all_of(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
-    """Yields the contents of the queue, for ever. Entries that wait together are yielded as one."""
+    """Yields the contents of the queue forever. Entries that wait together are yielded as one."""
     while True:
         parts = [await queue.get()]
         while not queue.empty():

@@ -106,6 +106,7 @@ class Concurrency:
 
     @property
     def limit(self) -> int:
+        """The number of requests that may run now, at least 1."""
         return int(self._limit)
 
     def started(self) -> int:
@@ -113,9 +114,11 @@ class Concurrency:
         return self._cuts
 
     def answered(self) -> None:
+        """Raises the limit by 1 / limit, that is, by about one for each full set of answered requests."""
         self._limit = min(float(self.most), self._limit + 1 / self._limit)
 
     def refused(self, started: int) -> None:
+        """Halves the limit, unless it was already halved after the request started."""
         if started == self._cuts:
             self._cuts += 1
             self._limit = max(1.0, self._limit / 2)
@@ -124,7 +127,7 @@ class Concurrency:
 class Gate:
     """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival.
 
-    A task that is to be alone waits until all others have left, and those behind it wait until it has left.
+    A task that must run alone waits until all others have left, and later tasks wait until it has left.
     """
 
     def __init__(self, concurrency: Concurrency) -> None:

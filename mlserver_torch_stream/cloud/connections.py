@@ -1,4 +1,4 @@
-"""The HTTP connections of runs and watchers: how aiohttp opens their sockets, and when those are closed."""
+"""The HTTP connections of runs and watchers: how aiohttp opens their sockets, and when it closes them."""
 
 from __future__ import annotations
 

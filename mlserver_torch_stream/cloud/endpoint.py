@@ -40,8 +40,8 @@ JSON = {"Content-Type": "application/json"}
 FRAMES = {"Content-Type": "application/octet-stream"}
 BROKEN, UNREADABLE = 500, 502  # statuses of failures after a 200
 _CONNECT_S = 10.0
-_TRIES_OF_A_ROW = 3  # for failures that the row itself may cause
-_SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is no secret
+_TRIES_OF_A_ROW = 3  # how often a row is tried if it may have caused the failure itself
+_SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is not a secret
 _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 
 
@@ -49,11 +49,11 @@ _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 class ServerEndpoint:
     """A model of a server, and how rows are sent to it. ``model`` None means the server's only model.
 
-    ``rows`` says how prompts become requests. ``objects`` says the same of whole objects and chunks, for ``api``
+    ``rows`` says how prompts become requests. ``objects`` says the same for whole objects and chunks, for ``api``
     "torchserve" or with ``tensor``, the name of a BYTES tensor. With ``batches`` each batch of the run is one request,
     which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is the
-    longest silence in seconds; None: no limit. ``name`` is the model's name in answers that do not name it, and in all
-    answers to ``batches``. ``ended`` says why the server will never answer again; None while it may.
+    longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it, and in
+    all answers to ``batches``. ``ended`` says why the server will never answer again; None while it may.
     """
 
     url: str
@@ -89,7 +89,7 @@ class RowRejected(CloudError):
 
 
 class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
-    """The server takes no connection, or asks for a later attempt, whatever the row holds."""
+    """The server accepts no connection, or asks for a later attempt, whatever the row holds."""
 
 
 class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
@@ -242,7 +242,9 @@ def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohtt
 def lasting_refusal(
     text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
 ) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
-    """Returns the error of a refusal that a later try would get again. ``missing``: the server has no such model."""
+    """Returns the error of a refusal that a later try would get again. ``missing`` means that the server has no such
+    model.
+    """
     if status in (401, 403):
         return AccessDenied(text)
     if missing:

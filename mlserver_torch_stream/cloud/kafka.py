@@ -39,8 +39,8 @@ class Topic:
     """Infers the records of one topic. A part ends after ``part_rows`` rows, or ``part_wait`` seconds after its first
     row.
 
-    ``created``: the creation time in the output rows, in seconds since the epoch; None: when the output's first
-    consumer began.
+    ``created`` is the creation time in the output rows, in seconds since the epoch; None means the time when the
+    output's first consumer began.
     """
 
     servers: str
@@ -60,7 +60,7 @@ class Topic:
     done: int = 0
 
     async def consume(self, most: int | None = None) -> None:
-        """Runs until ``most`` records are durable and committed, or for ever. Raises CloudError."""
+        """Runs until ``most`` records are durable and committed, or forever if it is None. Raises CloudError."""
         config = {"topic": self.topic, "model": dict(self.model)}
         created = int(time.time()) if self.created is None else self.created
         self._run = await claim(self.output, config, created, self.retry)

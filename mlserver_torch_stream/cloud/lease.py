@@ -1,6 +1,7 @@
 """Keeps two objects beside the parts: the manifest, and the lease of the one command that writes them.
 
-With or without the lease no part is written twice. The lease keeps a second command from inferring in vain.
+With or without the lease no part is written twice. The lease saves a second command from inference whose results it
+could not write.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from mlserver_torch_stream.cloud.rows import (
 from mlserver_torch_stream.cloud.store import Store, get_or_none
 
 RENEW_S = 15.0
-SILENCE_S = 60.0  # a writer that has not renewed its lease for so long counts as dead
-_END_S = 2.0  # for writing that the command has ended, possibly at a signal
+SILENCE_S = 60.0  # a writer that has not renewed its lease for this long counts as dead
+_END_S = 2.0  # how long it may take to write that the command has ended, possibly after a signal
 _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
@@ -92,11 +93,11 @@ class WriterLease:
         """Raises ObjectChanged once another command has taken the output over."""
         if self._lost:
             raise ObjectChanged(
-                f"{self._output.url}: another command writes to it now, as this one was silent for too long"
+                f"{self._output.url}: another command writes to it now, because this command was silent for too long"
             )
 
     async def _take_over(self) -> None:
-        """Replaces the lease of a command that has ended or died. Of two commands that try, one succeeds."""
+        """Replaces the lease of a command that has ended or died. If two commands try, one succeeds."""
         data, marks = await self._retry.run(self._output.look, self._name)
         self._refuse_if_alive(data)
         try:
@@ -180,7 +181,7 @@ def _read(data: bytes) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-FORMAT = 2  # of manifests and output rows
+FORMAT = 2  # the version of the format of manifests and output rows
 _MAX_DIFFERENCES = 4
 _OWN = ("format", "run", "created")  # keys of a manifest that are not part of the configuration
 
@@ -188,7 +189,7 @@ _OWN = ("format", "run", "created")  # keys of a manifest that are not part of t
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
     """Returns the run of ``config``, if the output belongs to it; None if the output belongs to no run yet.
 
-    Raises RunRefused where the output belongs to another run.
+    Raises RunRefused if the output belongs to another run.
     """
     found = await get_or_none(output, MANIFEST, retry)
     if found is None:
@@ -210,7 +211,7 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
 
 
 async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
-    """Makes the output this run's if it belongs to no run yet. Raises RunRefused where it belongs to another run."""
+    """Makes the output this run's if it belongs to no run yet. Raises RunRefused if it belongs to another run."""
     run = identify(config, created)
     manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.sns import SnsVerifier
 
 MAX_EVENT_BYTES = 2**20
-_MAX_OPEN = 10_000  # objects of accepted events
-_MAX_REQUESTS = 64  # in flight
+_MAX_OPEN = 10_000  # the maximum number of objects of accepted events
+_MAX_REQUESTS = 64  # the maximum number of requests in flight
 _BODY_S = 10.0
 _RETRY_AFTER_S = 5
 _STRUCTURED, _BATCHED = "application/cloudevents+json", "application/cloudevents-batch+json"
@@ -52,10 +52,10 @@ class EventRefused(Exception):
 class EventListener:
     """Announces the new objects of ``place`` that are named by events posted to ``host`` and ``port``.
 
-    ``records``: where accepted events are recorded. ``key``: the secret that an event must carry, as a bearer token or
-    as the password of basic authentication; None: no secret is needed. ``sns`` None: messages of SNS are refused.
-    ``check`` runs for each event and ends the listening with a CloudError. ``report`` gets the address and a line for
-    each refused event.
+    ``records`` says where accepted events are recorded. ``key`` is the secret that an event must carry, as a bearer
+    token or as the password of basic authentication; None means that no secret is needed. ``sns`` None means that
+    messages of SNS are refused. ``check`` runs for each event and ends the listening with a CloudError. ``report`` gets
+    the address and a line for each refused event.
     """
 
     host: str
@@ -111,7 +111,7 @@ class EventListener:
     def _announce(self, name: str, keys: Sequence[str]) -> None:
         """Announces the objects of an event.
 
-        ``name``: the event's record, which is deleted when all objects are done.
+        ``name`` is the event's record, which is deleted when all objects are done.
         """
         left = len(keys)
         self._open += left

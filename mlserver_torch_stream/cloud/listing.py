@@ -123,7 +123,7 @@ def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -
 
 
 def _key_entry(line: str, number: int) -> tuple[str, str]:
-    """One key per line, plain or as ``{"key": …}``."""
+    """Parses a line with one key, plain or as ``{"key": …}``."""
     if not line.startswith("{"):
         return line, line
     try:

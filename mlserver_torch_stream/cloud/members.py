@@ -23,8 +23,8 @@ Wanted = Callable[[tuple[int, int | None]], bool]
 class ArchiveReader:
     """Reads the rows of one archive. All rows have the index 0. Methods raise Damaged if the archive itself is broken.
 
-    ``kind``: how all members are read; None: as their names say. ``whole_bytes``: the most bytes of a member that is
-    one row.
+    ``kind`` says how all members are read; None means that their names say how. ``whole_bytes`` is the maximum number
+    of bytes of a member that is one row.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ArchiveReader:
             if self._tables.columns:
                 trouble = "is not a table, so it has no --column; choose with --members"
             elif is_archive(member.name) and not self._tables.data:
-                trouble = "is an archive in an archive, which is not looked into; choose with --members"
+                trouble = "is an archive in an archive, which is not opened; choose with --members"
         if trouble:
             yield from self._failed(Failure(RunRefused.code, f"{self._name}: {trouble}"))
         elif kind.table:

@@ -15,14 +15,14 @@ from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.cloud.rows import Row, RunRefused
 from mlserver_torch_stream.cloud.tables import RowReader, TableBroken, Tables
 
-FOOTER_TAIL_BYTES = 128 * 2**10  # of a file, in which most footers lie; pyarrow looks into 64 KiB
+FOOTER_TAIL_BYTES = 128 * 2**10  # most footers fit into the last 128 KiB of a file; pyarrow looks into 64 KiB
 MAX_FOOTER_BYTES = 16 * 2**20
-MAX_ROW_GROUP_BYTES = 512 * 2**20  # of the chosen columns, as they are in the file
+MAX_ROW_GROUP_BYTES = 512 * 2**20  # the size of the chosen columns in the file, that is, compressed
 _END = 8  # bytes: the length of the footer, and the magic
 _MAGIC = b"PAR1"
-_SLACK = 100  # bytes that pyarrow reads behind a column of old writers, whose sizes lack the dictionary's header
+_SLACK = 100  # bytes that pyarrow reads after a column of old writers, whose sizes lack the dictionary's header
 _GAP_BYTES = 64 * 2**10  # between two ranges, which are fetched together with it
-_BATCH_BYTES, _BATCH_ROWS = 8 * 2**20, 1024  # that are decoded at a time
+_BATCH_BYTES, _BATCH_ROWS = 8 * 2**20, 1024  # how much is decoded at a time
 
 
 @dataclass
@@ -34,7 +34,8 @@ class FooterLonger(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows ``first``, counted from 1, to ``first + count - 1``. ``ranges``: the bytes of the chosen columns."""
+    """Rows ``first``, counted from 1, to ``first + count - 1``. ``ranges`` are the byte ranges of the chosen
+    columns."""
 
     index: int
     first: int
@@ -43,7 +44,7 @@ class RowGroup:
 
 
 def parquet_library() -> Any:
-    """pyarrow.parquet. Raises RunRefused, which names the extra."""
+    """Returns pyarrow.parquet. Raises RunRefused, which names the extra, if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -77,7 +78,7 @@ class ParquetTable:
         ]
 
     def groups(self) -> Iterator[RowGroup]:
-        """The row groups. Raises TableBroken at one that is too large."""
+        """Yields the row groups. Raises TableBroken at one that is too large."""
         first = 1
         for index in range(self._metadata.num_row_groups):
             self._check(index)
@@ -91,8 +92,8 @@ class ParquetTable:
             first += group.num_rows
 
     def _check(self, index: int) -> None:
-        """Raises TableBroken where the footer contradicts itself in a row group. pyarrow 26 finds that as soon as it
-        reads the group, and raises; when it is asked for the group's columns first, it ends the process instead."""
+        """Raises TableBroken if the footer contradicts itself in a row group. pyarrow 26 finds that as soon as it reads
+        the group, and raises; when it is asked for the group's columns first, it ends the process instead."""
 
         def read() -> None:
             file = _Sparse([], self._size)
@@ -114,7 +115,8 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """The ``wanted`` rows of a group, some at a time. ``parts``: the bytes of its ranges. Raises TableBroken."""
+        """Yields the ``wanted`` rows of a group, some at a time. ``parts`` holds the bytes of its ranges. Raises
+        TableBroken."""
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
         size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.count // max(1, nbytes)))
@@ -128,7 +130,7 @@ class ParquetTable:
             yield [reader.record(place, record, self._columns) for place, record in numbered if wanted(place)]
 
     def _decoded(self, call: Callable[[], Any]) -> Any:
-        """Raises TableBroken where the library cannot read the file."""
+        """Raises TableBroken if the library cannot read the file."""
         import pyarrow
 
         try:
@@ -139,7 +141,7 @@ class ParquetTable:
 
 
 def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Row]:
-    """The ``wanted`` rows of a whole file. Raises TableBroken, RunRefused."""
+    """Yields the ``wanted`` rows of a whole file. Raises TableBroken, RunRefused."""
     table = ParquetTable(data, len(data), tables)
     for group in table.groups():
         for rows in table.rows(group, [data[start:end] for start, end in group.ranges], reader, wanted):
@@ -147,7 +149,7 @@ def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callabl
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ranges, those with little between them as one."""
+    """Returns the ranges, with ranges that have little between them merged."""
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and start <= merged[-1][1] + _GAP_BYTES:
@@ -158,7 +160,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
-    """The columns to read. Raises TableBroken."""
+    """Returns the columns to read. Raises TableBroken."""
     chosen: list[str] = []
     for each in tables.columns:
         if isinstance(each.column, int):
@@ -177,7 +179,7 @@ def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
 
 
 class _Unknown(OSError):
-    """Bytes of a file are not known, because they lie outside of what its footer says of a row group."""
+    """Bytes of a file are not known, because they are outside of the row groups that its footer describes."""
 
 
 class _Sparse(io.RawIOBase):

@@ -20,7 +20,7 @@ MAX_LINE_BYTES = 16 * 2**20
 class Lines:
     """Splits chunks into (number, line) pairs, numbered from 1. A line of more than ``most`` bytes is None.
 
-    ``number``: the number of the last line.
+    ``number`` is the number of the last line.
     """
 
     def __init__(self, most: int = MAX_LINE_BYTES) -> None:
@@ -63,7 +63,7 @@ def blank(line: bytes | None) -> bool:
 def parse_row(index: int, key: str, number: int, line: bytes | None, fallback: str | None = None) -> Row:
     """Reads ``{"custom_id", "body"}``, as in OpenAI's batches, or the body itself with an optional ``custom_id``.
 
-    ``fallback``: the ``custom_id`` of a line without one.
+    ``fallback`` is the ``custom_id`` of a line without one.
     """
     custom_id = fallback or f"{key}:{number}"
     try:
@@ -102,9 +102,10 @@ WHOLE_BYTES = 64 * 2**20
 class Chunking:
     """Says how objects become chunks.
 
-    ``chunk_bytes``: the most bytes of a chunk; None: an object is one row. ``joined``: the answers to the chunks of an
-    object are one output row. ``whole_bytes``: the most bytes of an object that is one row. ``sequences``: the chunks
-    of an object are the requests of a sequence; they are joined.
+    ``chunk_bytes`` is the maximum number of bytes of a chunk; None means that an object is one row. ``joined`` means
+    that the answers to the chunks of an object are one output row. ``whole_bytes`` is the maximum number of bytes of an
+    object that is one row. ``sequences`` means that the chunks of an object are the requests of a sequence; they are
+    joined.
     """
 
     chunk_bytes: int | None = None
@@ -179,7 +180,7 @@ class ChunkJoin:
 
 @dataclass
 class _JoinedAnswer:
-    """The answers to the chunks of one object so far. ``size``: bytes of the chunks."""
+    """The answers to the chunks of one object so far. ``size`` is the number of bytes of the chunks."""
 
     size: int = 0
     body: Mapping[str, Any] = field(default_factory=dict)

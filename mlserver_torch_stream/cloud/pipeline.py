@@ -32,7 +32,7 @@ class Window(Generic[T]):
     """Holds at most ``limit`` undelivered items, of at most ``most_weight`` together. A heavier item enters an empty
     window.
 
-    ``peak`` and ``peak_weight``: the largest number and weight so far.
+    ``peak`` and ``peak_weight`` are the largest number and weight so far.
     """
 
     def __init__(self, limit: int, most_weight: int) -> None:
@@ -50,6 +50,7 @@ class Window(Generic[T]):
         return len(self._slots)
 
     def room(self, weight: int) -> bool:
+        """Returns whether an item of this weight may enter. An empty window takes an item of any weight."""
         if not self._slots:
             return True
         return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
@@ -64,6 +65,7 @@ class Window(Generic[T]):
         return self._first + len(self._slots) - 1
 
     def settle(self, ticket: int, value: T) -> None:
+        """Stores the result of the item with this ticket; an item has one result."""
         slot = self._slots[ticket - self._first]
         assert not slot.ready, "settled twice"
         slot.ready, slot.value = True, value
@@ -97,7 +99,8 @@ class RowBatcher(Generic[T]):
         self._weigh = weigh
         self._items: list[T] = []
         self._weight = 0
-        self.deadline: float | None = None  # from then on ``due`` returns the open batch; None while no item waits
+        # The time from which ``due`` returns the open batch; None while no item waits.
+        self.deadline: float | None = None
 
     def add(self, item: T, now: float) -> list[Sequence[T]]:
         """Adds an item.
@@ -129,9 +132,10 @@ class RowBatcher(Generic[T]):
 class PipelineLimits:
     """The bounds of the stages.
 
-    ``window``: the most rows that are read and not delivered; ``window_bytes``: the most bytes of their input;
-    ``batches``: the most batches that are inferred at a time; ``batch_weight``: the largest weight of a batch, in bytes
-    unless ``weigh`` says otherwise; ``max_wait``: how many seconds the first row of a batch waits.
+    ``window`` is the maximum number of rows that are read and not delivered; ``window_bytes`` is the maximum number of
+    bytes of their input; ``batches`` is the maximum number of batches that are inferred at a time; ``batch_weight`` is
+    the largest weight of a batch, in bytes unless ``weigh`` says otherwise; ``max_wait`` says how many seconds the
+    first row of a batch waits.
     """
 
     window: int = 256
@@ -189,7 +193,7 @@ class _Flow:
             limits.batch_rows, limits.batch_weight, limits.max_wait, lambda item: self._weight
         )
         self._weigh = weigh
-        self._weight = 1  # of the row that is being added
+        self._weight = 1  # the weight of the row that is being added
         self._join = ChunkJoin()
         self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows
         self._suspects: deque[_Ticketed] = deque()  # rows of batches that failed

@@ -42,7 +42,7 @@ class PrefetchedRange:
 class Prefetch(Generic[P]):
     """Fetches pieces ahead of their reader.
 
-    ``fetch`` starts one piece; ``peak_bytes``: the most bytes held at a time.
+    ``fetch`` starts one piece; ``peak_bytes`` is the maximum number of bytes held at a time.
     """
 
     def __init__(self, fetch: Callable[[P], asyncio.Future[bytes]], ahead: PrefetchedRange) -> None:
@@ -53,6 +53,7 @@ class Prefetch(Generic[P]):
         self.peak_bytes = 0
 
     async def read(self, pieces: Iterator[P]) -> AsyncGenerator[tuple[P, bytes | CloudError], None]:
+        """Yields each piece with its bytes, or with the error of its fetch, in the order of ``pieces``."""
         upcoming = next(pieces, None)
         try:
             while True:
@@ -101,7 +102,7 @@ async def fetch_range(
     Raises CloudError once ``retry`` is used up, or at once if a retry cannot help.
     """
     size = end - start
-    data = BytesIO(bytes(size))  # it has its whole size from the begin, so it is neither enlarged nor copied
+    data = BytesIO(bytes(size))  # has its full size from the start, so it is neither enlarged nor copied
 
     async def attempt() -> None:
         if data.tell() == size:  # the connection broke after the last byte, before the end of the answer

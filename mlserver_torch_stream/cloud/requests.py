@@ -32,6 +32,7 @@ class RowQuestion:
 
     @property
     def chat(self) -> bool:
+        """Whether the row is a conversation rather than a prompt."""
         return self.messages is not None
 
     @property
@@ -50,8 +51,8 @@ class RowQuestion:
 class RowRequest:
     """Says how rows become requests.
 
-    ``defaults``: parameters that a row may override; ``chat``: a text is a user's message; ``media``: images and sound
-    may be parts of a message; ``served``: the model's names in rows.
+    ``defaults`` are parameters that a row may override; ``chat`` means that a text is a user's message; ``media`` means
+    that images and sound may be parts of a message; ``served`` are the model's names in rows.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class RowRequest:
         if not self.takes(row.kind):
             name = row.key if row.member is None else f"{row.key}/{row.member.name}"
             form = closed_format(name, row.kind)
-            raise RowUnsuitable(f"{name}: the model takes no {form or row.kind.value}")
+            raise RowUnsuitable(f"{name}: the model does not accept {form or row.kind.value}")
         if row.kind is Kind.TEXT:
             text = row.data.decode("utf-8-sig")
             body: dict[str, Any] = {MESSAGES: [{"role": "user", "content": text}]} if self.chat else {PROMPT: text}
@@ -99,7 +100,7 @@ _TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
 class ObjectRequest:
     """Says how objects and chunks become requests. Every request has the ``headers``.
 
-    ``pieces``: each piece of an answer becomes a row.
+    With ``pieces`` each piece of an answer becomes a row.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -122,6 +123,7 @@ class ObjectRequest:
         return _BYTES if kind is None or packed is not None or row.chunk is not None else kind
 
     def all_headers(self, row: Row) -> dict[str, str]:
+        """Returns the headers that describe a row's object or chunk, and the headers of the run."""
         chunk = row.chunk
         index, offset, last = (0, 0, True) if chunk is None else (chunk.index, chunk.offset, chunk.last)
         place = {} if row.line is None else {"x-object-line": str(row.line)}

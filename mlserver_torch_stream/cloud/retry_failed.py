@@ -65,7 +65,7 @@ class FailedRowRetry:
     async def groups(self, parts: Iterable[int]) -> AsyncGenerator[list[FailedRow], None]:
         """Yields the failed rows of ``parts``, in order, in groups of bounded size.
 
-        Each group reads its objects anew.
+        Each group reads its objects again.
         """
         found: list[FailedRow] = []
         for number in parts:
@@ -142,7 +142,7 @@ class FailedRowRetry:
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
         """Replaces a part.
 
-        If another worker has replaced it meanwhile, it is read anew, and that worker's answers stay.
+        If another worker has replaced it meanwhile, it is read again, and the other worker's answers stay.
         """
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):

@@ -33,7 +33,7 @@ class Kind(str, Enum):
 
     @property
     def table(self) -> bool:
-        """True if each line or record of an object is a row, and the object is read from its begin to its end."""
+        """True if each line or record of an object is a row, and the object is read from beginning to end."""
         return self in (Kind.JSONL, Kind.CSV, Kind.TSV)
 
     @property
@@ -46,8 +46,8 @@ class Kind(str, Enum):
 class Failure:
     """Why a row has no answer. ``code`` is for programs, ``message`` for people.
 
-    ``status`` and ``error``: the answer of OpenAI's API, where a model refused the row or failed at it. ``shared``:
-    another row of the batch may be the cause.
+    ``status`` and ``error`` are the answer of OpenAI's API, where a model refused the row or failed at it. ``shared``
+    means that another row of the batch may be the cause.
     """
 
     code: str
@@ -61,7 +61,7 @@ class Failure:
 class Chunk:
     """The part of an object that a row holds: its number, from 0, and the byte of the object that it begins with.
 
-    ``joined``: the object is one output row, which the answers to all its chunks make together.
+    ``joined`` means that the object is one output row, which the answers to all its chunks make together.
     """
 
     index: int
@@ -84,8 +84,8 @@ class Row:
     ``failure``.
 
     ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the row's
-    first line in the object or in its ``member``, from 1; None: the row is all of it. ``whole`` is the size of the
-    object in bytes, unless it is JSONL. ``content_type`` is the type of ``data``, if the key does not name it.
+    first line in the object or in its ``member``, from 1; None means that the row is all of it. ``whole`` is the size
+    of the object in bytes, unless it is JSONL. ``content_type`` is the type of ``data``, if the key does not name it.
     ``sequence`` is the id of the sequence to which the chunk belongs.
     """
 
@@ -110,7 +110,7 @@ class Outcome:
     """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
 
     ``pieces`` holds the bodies of an answer in pieces, instead of a ``response``; each becomes an output line. ``span``
-    is the start and the end of the row's inference on the monotonic clock; None: those of its batch.
+    is the start and the end of the row's inference on the monotonic clock; None means the times of its batch.
     """
 
     response: Mapping[str, Any] | None = None
@@ -194,7 +194,7 @@ Weigh = Callable[[Row], int | Awaitable[int]]
 
 
 class CloudError(Exception):
-    """A run cannot go on, or an object cannot be read. ``retriable``: the same call may succeed later."""
+    """A run cannot go on, or an object cannot be read. ``retriable`` means that the same call may succeed later."""
 
     code = "failed"
     retriable = False
@@ -208,8 +208,8 @@ class CloudError(Exception):
 
 
 class StoreUnavailable(CloudError, code="unavailable", retriable=True):
-    """A store or server does not answer, breaks off, stalls, or asks for a later attempt. ``retry_after``: the seconds
-    that it asked for."""
+    """A store or server does not answer, breaks off, stalls, or asks for a later attempt. ``retry_after`` is the number
+    of seconds that it asked for."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -237,7 +237,7 @@ class StorageFull(CloudError, code="full"):
 
 
 class SequenceLost(CloudError, code="sequence_lost"):
-    """The state of an object's sequence is lost or unknown, so the object begins anew."""
+    """The state of an object's sequence is lost or unknown, so the object starts again from its beginning."""
 
 
 class RunRefused(CloudError, code="refused"):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
     from mlserver_torch_stream.cloud.urls import UrlStore
 
-_MAX_NAMED = 5  # keys in one message
+_MAX_NAMED = 5  # the maximum number of keys in one message
 
 Written = Callable[[int, int], Awaitable[None]]
 """Called with the number of rows in the parts of an output, and the number of failed rows among them."""
@@ -61,11 +61,11 @@ class CloudRun:
     """The description of one run: its input, its output, and how its rows are inferred.
 
     If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model as plain JSON; another
-    description is another run. This worker is ``lane`` of ``lanes``, from 1, and writes the parts n with
-    n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None: it never does. With
-    ``retry_failed`` the failed rows of existing parts are inferred again, before missing parts. ``limit`` is how many
-    rows of the input are read; None: all. ``created`` is the creation time in the output rows, in seconds since the
-    epoch; None: when the run began.
+    description is another run. This worker is ``lane`` of ``lanes``, from 1, and writes the parts n with n % lanes ==
+    lane - 1. The run ends if more than ``max_failures`` rows fail; None means that it never does. With ``retry_failed``
+    the failed rows of existing parts are inferred again, before missing parts. ``limit`` is how many rows of the input
+    are read; None means all. ``created`` is the creation time in the output rows, in seconds since the epoch; None
+    means the time when the run began.
     """
 
     input: str | None = None
@@ -146,7 +146,9 @@ class CloudRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The objects of a run, and the parts that its output holds. ``known``: the output belongs to this run already."""
+    """The objects of a run, and the parts that its output holds. ``known`` means that the output belongs to this run
+    already.
+    """
 
     run: CloudRun
     identity: RunIdentity
@@ -236,7 +238,7 @@ def _is_web(url: str) -> bool:
 
 
 async def _kept(output: Store, run: CloudRun, place: InputLocation | UrlStore) -> list[Listed] | None:
-    """The list that is stored with the output. Raises RunRefused where an object of it has no URL any more."""
+    """Returns the list that is stored with the output. Raises RunRefused if an object in it no longer has a URL."""
     stored = await get_or_none(output, INPUTS, run.retry)
     if stored is None:
         return None
@@ -257,7 +259,7 @@ async def results(
 ) -> AsyncGenerator[Result, None]:
     """Yields the results that are still missing, in order. Raises TooManyFailures after one failure too many.
 
-    ``failures``: the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
+    ``failures`` are the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
     """
     run, done = planned.run, planned.done
 
@@ -313,7 +315,7 @@ async def stream(
 ) -> AsyncGenerator[Result, None]:
     """Yields the results of a run without an output, in order, while objects are still being fetched.
 
-    ``model``: a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
+    ``model`` is a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
     """
     from mlserver_torch_stream.cloud.backend import opened  # here: servers, which run batches, need no HTTP client
 
@@ -339,8 +341,8 @@ async def write(
     """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
     ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is called for each part once it
-    is durable. Once ``stopped`` returns true, the rows that were read are written, and no others. Raises InUse if
-    another command writes.
+    is durable. Once ``stopped`` returns true, only the rows that were read are written. Raises InUse if another command
+    writes.
     """
     run = planned.run
     assert run.output is not None, "a plan without an output"
@@ -349,7 +351,7 @@ async def write(
         planned = await _begin(planned, output)
         before = metrics.failed
         tried = await _retry_failed(planned, output, infer, metrics, report, lease) if run.retry_failed else 0
-        rows, failed = 0, metrics.failed - before  # counted here, since a watcher's metrics are those of many objects
+        rows, failed = 0, metrics.failed - before  # counted here, because a watcher's metrics cover many objects
         if not planned.done.complete:
             sink = PartSink(output, run.part_rows, planned.identity, run.retry)
             async with aclosing(results(planned, infer, metrics, failed, stopped)) as found:

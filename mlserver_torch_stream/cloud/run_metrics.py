@@ -1,4 +1,4 @@
-"""Counts the work of a run. The metrics bear the names of Beam's RunInference where it has them."""
+"""Counts the work of a run. The metrics have the names of Beam's RunInference if it has them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Distribution:
         self.max = value if self.max is None else max(self.max, value)
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the count, sum, minimum, maximum and mean; the last three are None if nothing was counted."""
         mean = self.sum / self.count if self.count else None
         return {"count": self.count, "sum": self.sum, "min": self.min, "max": self.max, "mean": mean}
 
@@ -34,7 +35,7 @@ class Distribution:
 class BusyTime:
     """The share of time in which at least one row was inferred, from the first start to the last end.
 
-    ``spans``: the busy spans, in order and apart from each other.
+    ``spans`` are the busy spans, in order and apart from each other.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
@@ -59,8 +60,8 @@ class BusyTime:
 class RunMetrics:
     """The counters of one run."""
 
-    rows: int = 0  # delivered
-    failed: int = 0  # delivered rows that failed
+    rows: int = 0  # rows that were delivered
+    failed: int = 0  # rows that were delivered rows that failed
     input_bytes: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -78,6 +79,7 @@ class RunMetrics:
     busy: BusyTime = field(default_factory=BusyTime)
 
     def batch_failed(self) -> None:
+        """Counts a batch that failed as a whole."""
         self.failed_batches_counter += 1
 
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
@@ -95,14 +97,17 @@ class RunMetrics:
             self.completion_tokens += outcome.completion_tokens
 
     def retried(self, error: Exception) -> None:
+        """Counts a call that is tried again."""
         self.retries += 1
 
     def delivered(self, row: Row, outcome: Outcome) -> None:
+        """Counts a row whose outcome was delivered, and the bytes of its input."""
         self.rows += 1
         self.failed += outcome.failure is not None
         self.input_bytes += row.size
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns all metrics by name, as values that JSON can hold."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Distribution):

@@ -1,7 +1,7 @@
 """Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
 Here a row of the stages is a whole object, whose chunks are read while it is inferred. If the state of its sequence is
-lost, only that object begins anew, with a new sequence id.
+lost, only that object starts again, with a new sequence id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Resu
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import START, Cursor, Source, Wanted
 
-_TRIES = 3  # of an object
+_TRIES = 3  # how often an object is tried
 
 
 @dataclass
@@ -26,8 +26,8 @@ class ObjectSequences:
     """Has the rows of the objects of ``source``, and the callable that infers them.
 
     ``infer`` gets one chunk at a time, with the id of its sequence, and raises SequenceLost if the object has to begin
-    anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that begins anew
-    holds ``again``: so each object of a failed batch gets into other batches than the rest.
+    anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that starts
+    again holds ``again``, so that the objects of a failed batch get into different batches.
     """
 
     source: Source

@@ -24,10 +24,11 @@ _AT_ONCE = 16  # parts that are read at a time
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The parts that an output holds. ``complete``: a part is shorter than the others, so it is the input's last.
+    """The parts that an output holds. ``complete`` means that a part is shorter than the others, so it is the input's
+    last.
 
-    ``sparse``: parts exist after a missing one, as several workers write them. ``rows``: the rows in all parts.
-    ``stale`` has the failed rows of each part whose object of failed rows is missing or out of date.
+    ``sparse`` means that parts exist after a missing one, because several workers write them. ``rows`` is the number of
+    rows in all parts. ``stale`` has the failed rows of each part whose object of failed rows is missing or out of date.
     """
 
     parts: frozenset[int] = frozenset()

@@ -45,9 +45,9 @@ class MessageRejected(Exception):
 class SnsVerifier:
     """Verifies the messages of SNS.
 
-    ``topics``: the ARNs of the topics whose messages are accepted. ``hosts``: the hosts, with a port where the URL has
-    one, from which certificates are fetched and at which subscriptions are confirmed, by https alone; ``tls``: the
-    authorities that these hosts are verified with.
+    ``topics`` are the ARNs of the topics whose messages are accepted. ``hosts`` are the hosts, with a port where the
+    URL has one, from which certificates are fetched and at which subscriptions are confirmed, by https alone; ``tls``
+    are the authorities that these hosts are verified with.
     """
 
     def __init__(

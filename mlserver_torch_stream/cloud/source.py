@@ -63,7 +63,9 @@ START = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """Bytes ``start`` to ``end`` of an object. ``skipped``: none of its rows is wanted, so it is not fetched."""
+    """Bytes ``start`` to ``end`` of an object. ``skipped`` means that none of its rows is wanted, so it is not
+    fetched.
+    """
 
     ordinal: int
     listed: Listed
@@ -99,10 +101,10 @@ Wanted = Callable[[int], bool]
 class Source:
     """Reads the rows of ``objects``, in the order of the run.
 
-    ``strict``: a table or an archive that cannot be read ends the run, because the number of its rows is unknown then
-    and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an archive, or
-    chunks of another object are rows; ranges after the last of them are not fetched. ``limit``: nothing is read after
-    so many rows.
+    ``strict`` means that a table or an archive that cannot be read ends the run, because the number of its rows is
+    unknown then and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an
+    archive, or chunks of another object are rows; ranges after the last of them are not fetched. Nothing is read after
+    ``limit`` rows.
     """
 
     store: ReadableStore
@@ -179,7 +181,7 @@ class Source:
     ) -> Iterator[ObjectRange]:
         """Yields the ranges from chunk ``first`` on.
 
-        ``index`` is the index of that chunk's row; None: it is not known.
+        ``index`` is the index of that chunk's row; None means that it is not known.
         """
         size = listed.info.size
         for piece in self._blocks(ordinal, listed, kind, first * (self.chunking.chunk_bytes or 0)):
@@ -239,7 +241,9 @@ class Source:
             yield reading.failed(index, piece, Failure(error.code, error.message))
 
     async def _parquet(self, reading: _Object, info: ObjectInfo) -> AsyncGenerator[list[Row], None]:
-        """The rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged, CloudError."""
+        """Yields the rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged,
+        CloudError.
+        """
         table, reader, wanted = await self._footer(info), reading.reader, reading.wanted
         assert isinstance(reader, RowReader)
         groups = [each for each in table.groups() if any(map(wanted, range(each.first, each.first + each.count)))]
@@ -328,8 +332,8 @@ def _order(place: tuple[int, int | None]) -> tuple[int, float]:
 class _Object:
     """One object while it is read.
 
-    ``wanted`` says whether a line, a member and line, or a chunk is to be read; ``last``: the last such line, if it is
-    known. ``broken``: why nothing of the object can be read.
+    ``wanted`` says whether a line, a member and line, or a chunk is to be read; ``last`` is the last such line, if it
+    is known. ``broken`` says why nothing of the object can be read.
     """
 
     ordinal: int
@@ -354,7 +358,7 @@ class _Object:
         return self.last is not None and self.reader.number >= self.last
 
     def begin(self, members: Kind | None, divider: Tar | Zip) -> None:
-        """Begins to read. ``members``: how all members of an archive are read; None: as their names say.
+        """Begins to read. ``members`` says how all members of an archive are read; None means that their names say how.
 
         Raises Damaged.
         """

@@ -1,4 +1,4 @@
-"""Receives S3's notifications from an SQS queue, hides them while they are processed, deletes them when they are done.
+"""Receives S3's notifications from an SQS queue. Hides them while they are processed, and deletes them afterwards.
 
 boto3 finds the credentials in the environment, in a profile or at the machine's role.
 """
@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.rows import CloudError, RunRefused
 from mlserver_torch_stream.cloud.watch import Announced
 
 _WAIT_S = 20  # the longest poll that SQS allows
-_HELD_S = 60  # for which a message is hidden from other consumers; prolonged while it is processed
+_HELD_S = 60  # how long a message is hidden from other consumers; prolonged while it is processed
 _MAX_MESSAGES = 10
 
 
@@ -60,7 +60,7 @@ class Queue:
         while True:
             answer = await self._call("receive_message", asked)
             messages = answer.get("Messages") or ()
-            for message in messages:  # also a message that waits until the messages before it are announced
+            for message in messages:  # even a message that waits until the messages before it are announced
                 self._held[message["ReceiptHandle"]] = asyncio.create_task(self._hold(message["ReceiptHandle"]))
             for message in messages:
                 async for announced in self._announced(message["Body"], message["ReceiptHandle"]):
@@ -88,7 +88,8 @@ class Queue:
             yield Announced(key, done)
 
     async def _hold(self, receipt: str) -> None:
-        """Prolongs the hiding. If that fails, SQS delivers the message again, and its result exists already."""
+        """Hides the message for longer. If that fails, SQS delivers the message again, and its result exists
+        already."""
         while True:
             await asyncio.sleep(_HELD_S / 3)
             with suppress(CloudError):

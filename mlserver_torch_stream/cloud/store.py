@@ -38,7 +38,7 @@ class _OpenFile(Protocol):
 
 
 class ObjectUpload:
-    """Writes one object in pieces. ``size``: the bytes written so far. Both methods raise CloudError.
+    """Writes one object in pieces. ``size`` is the number of bytes written so far. Both methods raise CloudError.
 
     An upload that is dropped before ``close`` may leave parts behind. The store has to delete them: in buckets a
     lifecycle rule for incomplete multipart uploads does.
@@ -65,7 +65,7 @@ _MEMORY = "memory://"
 DATED = "modified:"  # marks a version without ETag
 _UNMATCHED = (DATED, "W/")  # versions compared here: a weak ETag never matches If-Match (RFC 9110)
 _CHUNK = 64 * 1024
-_UPLOAD_PART = 5 * 2**20  # S3 takes no smaller parts
+_UPLOAD_PART = 5 * 2**20  # S3 does not accept smaller parts
 _BEING_WRITTEN = re.compile(r"#[0-9]+$")  # how the library names a file that is not complete yet
 _LISTED_AT_ONCE = 1000
 _UNNAMED = "the object-store library cannot name it"
@@ -80,7 +80,7 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 class ObjectInfo:
     """One version of an object. ``etag`` pins it; if the store has no ETag, it is the time of the last change.
 
-    It is empty if there is ``trouble``, the reason why the object cannot be read.
+    ``etag`` is empty if the object cannot be read; ``trouble`` is the reason.
     """
 
     key: str
@@ -90,7 +90,7 @@ class ObjectInfo:
 
 
 class ReadableStore(Protocol):
-    """Where the objects of a run are read: a ``Store``, or a list of URLs."""
+    """A place to read the objects of a run from: a ``Store``, or a list of URLs."""
 
     async def head(self, key: str) -> ObjectInfo: ...
 
@@ -107,8 +107,8 @@ async def settle() -> None:
 
 
 class Store:
-    """Objects below one URL; keys are relative to it. ``stall_s``: the longest silence in seconds within one answer;
-    ``options``: those of the object store."""
+    """Objects below one URL; keys are relative to it. ``stall_s`` is the longest silence in seconds within one answer;
+    ``options`` are passed to the object store."""
 
     def __init__(
         self,
@@ -170,17 +170,17 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """Yields all objects, in a cloud store in the order of their keys. ``after``: only keys after this one.
+        """Yields all objects, in a cloud store in the order of their keys. Keys up to ``after`` are left out.
 
         The library stops listing at an object that it cannot name, such as one with a newline or an empty level in its
-        key, and in a folder at a circle of links. The others are then listed without the library. Raises RunRefused if
-        that is not possible.
+        key, and in a folder at a circle of links. The other objects are then listed without the library. Raises
+        RunRefused if that is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
         from obstore.exceptions import InvalidPathError
 
-        seen: set[str] = set()  # of a folder
+        seen: set[str] = set()  # the keys of a folder that were listed
         last = after
         try:
             batches = self._library.list(self._backend, offset=after, chunk_size=_LISTED_AT_ONCE)
@@ -219,7 +219,7 @@ class Store:
             return replace(info, trouble=error.message)
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
-        """Lists a bucket of S3 without the library. ``unnamed``: what the library said of the key."""
+        """Lists a bucket of S3 without the library. ``unnamed`` says what the library said of the key."""
         from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
         listing = S3Listing.find(self.url, self.options, self.stall_s)
@@ -250,7 +250,7 @@ class Store:
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Yields bytes ``start`` to ``end`` (exclusive) of this version.
 
-        Raises ObjectChanged if the object has another one.
+        Raises ObjectChanged if the object has another version.
         """
         options: Any = {} if info.etag.startswith(_UNMATCHED) else {"if_match": info.etag}
         if (start, end) != (0, info.size):
@@ -268,7 +268,7 @@ class Store:
             yield bytes(chunk)
 
     async def get(self, key: str) -> bytes:
-        """A whole small object."""
+        """Returns a whole small object."""
         answer = await self._call(key, lambda: self._library.get_async(self._backend, key))
         return bytes(await self._call(key, lambda: answer.bytes_async()))
 

@@ -31,7 +31,7 @@ class Column:
     """One chosen column.
 
     ``column`` is a number from 1, a name in the header, or a key of JSONL. ``name`` is the field of the row that gets
-    the value; None: the value is the whole row.
+    the value; None means that the value is the whole row.
     """
 
     column: int | str
@@ -49,12 +49,12 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Tables:
     """How tables and archives are read. ``columns`` are the columns that make a row; without them the names in the
-    header are the keys of a row's body, as in JSONL. ``header``: the first record names the columns. ``quote``: a
-    character, or empty for tables in which no character quotes. ``data``: rows are bytes for a handler or a tensor;
-    else they are prompts.
+    header are the keys of a row's body, as in JSONL. ``header`` means that the first record names the columns.
+    ``quote`` is a character, or empty for tables in which no character quotes. ``data`` means that rows are bytes for a
+    handler or a tensor; else they are prompts.
 
-    ``archives``: archives are read member by member, and ``members``, a glob, chooses some; else an archive is a whole
-    object.
+    With ``archives`` they are read member by member, and ``members``, a glob, chooses some; otherwise an archive is a
+    whole object.
     """
 
     columns: tuple[Column, ...] = ()
@@ -168,8 +168,8 @@ class Record:
 class RowReader:
     """Reads the rows of one table: an object, or a member of an archive.
 
-    ``wanted``: whether the record that begins in a line is to be read. ``number``: the line in which the last record
-    began. All rows have the index 0. Methods raise Damaged if the compression or the encoding is broken.
+    ``wanted`` says whether the record that begins in a line is to be read. ``number`` is the line in which the last
+    record began. All rows have the index 0. Methods raise Damaged if the compression or the encoding is broken.
     """
 
     def __init__(
@@ -207,7 +207,9 @@ class RowReader:
             yield from self._failed(self.number, "has a quote that is never closed")
 
     def record(self, number: int, record: Mapping[str, Any], names: Sequence[str]) -> Row:
-        """The row of a record of Parquet, its values by their columns. ``names``: of the chosen columns, in order."""
+        """Returns the row of a record of Parquet, its values by their columns. ``names`` are the names of the chosen
+        columns, in order.
+        """
         try:
             if not self._tables.columns:
                 body = {name: _json_value(value) for name, value in record.items() if value is not None}
@@ -364,7 +366,7 @@ class RowReader:
 
 
 def _json_value(value: Any) -> Any:
-    """A value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
+    """Returns a value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
 
     def as_text(part: Any) -> str:
         if isinstance(part, datetime.date | datetime.time):

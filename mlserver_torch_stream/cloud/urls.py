@@ -43,9 +43,10 @@ _CONNECT_S = 10.0
 
 
 def read_url_list(data: bytes) -> dict[str, str]:
-    """The URL of each key. A line is a URL, ``{"key": URL}``, or ``{"key": NAME, "url": URL}``.
+    """Returns the URL of each key. A line is a URL, ``{"key": URL}``, or ``{"key": NAME, "url": URL}``.
 
-    Without a name the key is the URL, over HTTP without its query and fragment. Raises RunRefused that names the line.
+    Without a name the key is the URL, over HTTP without its query and fragment. Raises RunRefused, which names the
+    line.
     """
     return manifest_entries(data, _entry)
 
@@ -93,7 +94,7 @@ def _web_url(text: str) -> URL:
 
 
 def redirected(url: URL, location: str) -> URL:
-    """The URL to which ``url`` redirects: HTTPS on any host, or from HTTP to HTTP on the same host and port.
+    """Returns the URL to which ``url`` redirects: HTTPS on any host, or from HTTP to HTTP on the same host and port.
 
     A server can therefore not lead a run to services without certificates in its network, such as a cloud's metadata.
     Raises RunRefused, whose message has no path and no query.
@@ -113,7 +114,7 @@ def redirected(url: URL, location: str) -> URL:
 class UrlStore:
     """Reads the objects of ``urls``, by their keys, each from its own host or bucket.
 
-    ``options`` are those of the object-store library, for buckets alone; all buckets are then of one kind.
+    ``options`` are passed to the object-store library, for buckets only; with options all buckets must be of one kind.
     ``stall_s`` is the longest silence within one answer, in seconds.
 
     Objects over HTTP are read while the store is ``connected``.
@@ -154,7 +155,9 @@ class UrlStore:
                 await close_session(session)
 
     async def head(self, key: str) -> ObjectInfo:
-        """The object as it is now. Over HTTP its first byte is asked for, because a URL may be signed for GET alone."""
+        """Returns the object as it is now. Over HTTP it requests the first byte, because a URL may be signed for GET
+        only.
+        """
         found = self._in_bucket(key)
         if found is not None:
             store, path = found
@@ -163,7 +166,9 @@ class UrlStore:
             return _info(key, answer)
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
-        """Bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged where it is another."""
+        """Returns bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged if the object is
+        another version.
+        """
         found = self._in_bucket(info.key)
         if found is not None:
             store, path = found
@@ -180,7 +185,7 @@ class UrlStore:
                 yield chunk
 
     def _in_bucket(self, key: str) -> tuple[Store, str] | None:
-        """The store of an object in a bucket, and the object's key in it."""
+        """Returns the store of an object in a bucket, and the object's key in it."""
         scheme, _, rest = self.urls[key].partition("://")
         if scheme in _WEB:
             return None
@@ -213,7 +218,7 @@ class UrlStore:
             raise StoreUnavailable(f"{key}: {self._told(error)}") from None
 
     def _told(self, error: Exception) -> str:
-        """What went wrong, without the URL, which some of these errors repeat."""
+        """Returns the text of an error without the URL, which some of these errors repeat."""
         if isinstance(error, asyncio.TimeoutError):
             return f"nothing came for {self._stall_s:g} s"
         return str(error) if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
@@ -235,11 +240,11 @@ def _refusal(key: str, answer: aiohttp.ClientResponse) -> CloudError | None:
 
 
 def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
-    """The version of the object of which an answer has bytes. Raises RunRefused."""
+    """Returns the version of the object whose bytes an answer has. Raises RunRefused."""
     told = answer.headers.get("Content-Range", "")
     if answer.status == 206 and (match := _RANGE.fullmatch(told)):
         size = int(match[2])
-    elif answer.status == 416:  # of an empty object, which has no first byte, or of one that is shorter now
+    elif answer.status == 416:  # the object is empty, so it has no first byte, or it is shorter now
         size = 0
     elif answer.status == 200 and answer.content_length is not None:
         size = answer.content_length

@@ -2,9 +2,9 @@
 
 A result's name follows from the object's key, its version and the configuration, so that an object that is announced
 twice is inferred once. The result of an archive is a folder of that name, with the output of a run over the archive
-alone; when the archive is announced again after a kill, it goes on behind the parts that are there. Polling needs keys
-that grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has
-seen. A queue reports both.
+alone; when the archive is announced again after a kill, it goes on after the parts that exist. Polling needs keys that
+grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has seen. A
+queue reports both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
 from mlserver_torch_stream.cloud.tables import Tables
 
 MAX_RESULT_BYTES = 64 * 2**20
-_LOOK_S = 1.0  # at an archive's result that another watcher writes
+_LOOK_S = 1.0  # the time between two looks at an archive's result that another watcher writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Announced:
 class Watcher:
     """Infers new objects. At most ``objects`` are inferred at a time, each by the stages of a run with ``limits``.
 
-    ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created``: the
-    creation time in the output rows, in seconds since the epoch; None: when their object was begun. ``part_rows``: rows
-    in one part of an archive's result.
+    ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created`` is
+    the creation time in the output rows, in seconds since the epoch; None means the time when their object was begun.
+    ``part_rows`` is the number of rows in one part of an archive's result.
     """
 
     store: Store
@@ -89,11 +89,15 @@ class Watcher:
     seen: int = 0
 
     def __post_init__(self) -> None:
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of results being made
+        # One lock for each result that is being made.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
         self._again = asyncio.Lock()
 
     def result_name(self, info: ObjectInfo) -> str:
+        """Returns the name of an object's result, which depends on the object, the model and the options that shape
+        rows.
+        """
         kind = None if self.kind is None else self.kind.value
         model = dict(self.model)
         identity = {"format": FORMAT, "key": info.key, "etag": info.etag, "kind": kind, "model": model}
@@ -254,7 +258,7 @@ _MAX_OPEN = 10_000
 
 
 class Poller:
-    """Finds new objects by listing. ``every``: seconds between two polls.
+    """Finds new objects by listing. ``every`` is the number of seconds between two polls.
 
     ``check`` runs before each poll and ends the polling with a CloudError. The cursor is the last key up to which all
     keys are done.
@@ -291,6 +295,7 @@ class Poller:
             await asyncio.sleep(self._every)
 
     async def save(self) -> None:
+        """Writes the key up to which all objects are done, so that the next command starts after it."""
         if self._cursor != self._saved:
             cursor = self._cursor
             await self._retry.run(self._output.put, CURSOR, json.dumps({"after": cursor}).encode() + b"\n")

@@ -25,8 +25,8 @@ class EngineRequest:
     ``TokenStream.seal`` sets the whole prompt, and then the request is queued. The scheduler admits requests with a
     lower ``priority`` first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` seconds
     after the submit, the sequences end with the tokens that they have. Each answer must match the ``constraint``; the
-    prompt need not. ``answer`` says how the answer is divided; None: all of it is text. ``prompt_text`` is put before
-    each answer. ``adapter`` names the LoRA adapter that the tokens are generated with.
+    prompt need not. ``answer`` says how the answer is divided; None means that all of it is text. ``prompt_text`` is
+    put before each answer. ``adapter`` names the LoRA adapter that the tokens are generated with.
     """
 
     prompt_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class EngineCounters:
 
     decode_steps: int = 0
     mixed_steps: int = 0  # steps in which sequences decoded beside chunks of prompts
-    mixed_step_seconds: float = 0.0  # seconds of those steps
+    mixed_step_seconds: float = 0.0  # seconds that the mixed steps took
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
@@ -69,13 +69,13 @@ class EngineStats(EngineCounters):
     """A snapshot of counters and gauges."""
 
     running_sequences: int = 0  # sequences that decode
-    waiting_requests: int = 0  # in the queue
-    waiting_tokens: int = 0  # of the prompts of waiting requests
+    waiting_requests: int = 0  # requests in the queue
+    waiting_tokens: int = 0  # tokens in the prompts of waiting requests
     prefilling_requests: int = 0
     open_prompts: int = 0  # prompts that are not whole yet: they hold no slot and no memory of the cache
-    kv_cache_bytes: int = 0  # in pages of running and prefilling sequences
+    kv_cache_bytes: int = 0  # the size of the pages of running and prefilling sequences
     kv_cache_budget: int = 0
-    prefix_cache_bytes: int = 0  # used by the prefix cache
+    prefix_cache_bytes: int = 0  # the size of the pages that only the prefix cache holds
 
     def counting_on(self, before: EngineStats) -> EngineStats:
         """Adds the counters of ``before``, which come from the batcher that this one has replaced."""
@@ -89,7 +89,7 @@ class StreamObserver(Protocol):
         """Called for every event that the reader takes, so it must be cheap."""
 
     def closed(self) -> None:
-        """Called when the stream is closed: no event is read any more."""
+        """Called when the stream is closed: nobody reads its events from now on."""
 
 
 class TokenStream(Protocol):
@@ -117,7 +117,7 @@ class TokenStream(Protocol):
     def close(self) -> None:
         """Cancels the sequences that still run.
 
-        Synchronous, idempotent, safe from any task: call it in a ``finally``.
+        Does not await, and may be called more than once and from any task: call it in a ``finally``.
         """
 
 

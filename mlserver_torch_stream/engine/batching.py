@@ -47,7 +47,7 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """The batcher of a model: ``make`` makes a new one, ``batcher`` is the first one.
+    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes further ones.
 
     ``description`` is for the load summary.
     """
@@ -127,7 +127,7 @@ def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: Loa
     """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
     problem, steady = prepared.findings.problem, steady_positions(loaded.model)
     if problem is None and steady is not None and loaded.max_model_len > steady:
-        problem = f"its positions are scaled anew beyond {steady} tokens"
+        problem = f"its positions are rescaled beyond {steady} tokens"
     if problem is not None and (resolved.settings.engine == "batched" or prepared.ranks is not None):
         raise LoadFailed(f"this model cannot be batched: {problem}")
     if problem is not None and resolved.settings.speculative is not None:
@@ -152,7 +152,9 @@ def _batch_serially(
 def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
-    """Returns the scheduler's bounds. ``chunk``: the most prompt tokens in a step; None: prompts are taken whole."""
+    """Returns the scheduler's bounds. ``chunk`` is the most prompt tokens in a step; None means that prompts are taken
+    whole.
+    """
     findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
     packs = prepared.choice is not None and prepared.choice.forward.packs
     # A cached prefix is of no use to a model that takes whole prompts or keeps states.

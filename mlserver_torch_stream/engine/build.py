@@ -31,7 +31,7 @@ class BuiltEngine:
         self.resources = resources
 
     def give_back(self) -> bool:
-        """Returns True if this was the last user and the engine has no later ones: the caller then shuts it down."""
+        """Returns True if this was the engine's last user: the caller then shuts the engine down."""
         return self.lease.end()
 
     def shutdown(self) -> None:

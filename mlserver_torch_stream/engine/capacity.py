@@ -1,9 +1,9 @@
 """Plans a model on a device: its size from config and files, the streams that fit, and their speed.
 
-The memory is what the engine allocates. The speeds are upper bounds that no engine reaches.
+The memory is the memory that the engine allocates. The speeds are upper bounds that no engine reaches.
 
-Speeds are those without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80
-of an H100, 24.15 for the 24 of L4 and A10).
+Speeds are without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80 of an
+H100, 24.15 for the 24 of L4 and A10).
 
 Checked on 2026-11-22. For these devices the numbers do not come from the vendor's own page, or need a remark:
 
@@ -14,7 +14,7 @@ Checked on 2026-11-22. For these devices the numbers do not come from the vendor
 - B200: 2,250 at 1,000 W in table 3 of the Blackwell architecture's technical brief, which says 8 TB/s. Boards have
   180 GB; their driver reports 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002): 7.67 TB/s.
 
-No weights are loaded.
+Plans without loading weights.
 
 The model is made on torch's ``meta`` device, where tensors have only shapes, and computes three tokens there.
 """
@@ -111,6 +111,7 @@ class ModelSize:
 
     @property
     def weight_bytes(self) -> int:
+        """The size of the weights in bytes."""
         return self.parameters * self.element
 
     def read_per_step(self, sequences: int) -> float:
@@ -148,7 +149,7 @@ def read_size(
             model = AutoModelForCausalLM.from_config(config, dtype=kind).eval().to(_META)
     except ValueError as error:
         what = " ".join(str(error).split())[:200]
-        raise LoadFailed(f"{source.name} ({config.model_type}) makes no causal language model: {what}") from error
+        raise LoadFailed(f"{source.name} ({config.model_type}) is not a causal language model: {what}") from error
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     total = _first_count(text, "num_local_experts", "num_experts", "n_routed_experts")
     per_token = _first_count(text, "num_experts_per_tok", "top_k_experts")
@@ -237,7 +238,7 @@ class CapacityPlan:
     streams: int
     alone: float  # one stream
     together: float  # all of them
-    prompts: float | None  # of the prefill
+    prompts: float | None  # prompt tokens per second
 
     @property
     def fits(self) -> bool:
@@ -249,7 +250,8 @@ def plan_model(
 ) -> list[CapacityPlan]:
     """Returns a plan for each number of ranks up to ``most_devices`` that can share the model.
 
-    ``on_host``: the device is this machine's CPU. Several ranks would share its memory, so only one rank is planned.
+    ``on_host`` means that the device is this machine's CPU. Several ranks would share its memory, so only one rank is
+    planned.
     """
     share = KV_SHARE if on_host else GPU_CACHE_SHARE
     counts = [ranks for ranks in size.ranks if ranks <= (1 if on_host else most_devices)]
@@ -259,7 +261,8 @@ def plan_model(
 def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float) -> CapacityPlan:
     """Plans a model on ``ranks`` devices.
 
-    ``context``: the tokens of each stream; ``cache_share``: the cache's share of the memory that the weights leave.
+    ``context`` is the number of tokens of each stream; ``cache_share`` is the cache's share of the memory that the
+    weights leave.
     """
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))

@@ -42,7 +42,7 @@ class ParentChannel(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the process. ``argv``: the pipe to the parent, the parent's process id, and the level of its log."""
+    """Runs the process. ``argv`` is the pipe to the parent, the parent's process id, and the level of its log."""
     pipe, parent, level = argv
     # The parent gets these signals too, and this process ends with it.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -39,7 +39,7 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 
 
 def check_hub(hub_id: str, revision: str | None) -> None:
-    """Raises LoadFailed for a model that is not in the hub's cache where the hub cannot be reached.
+    """Raises LoadFailed if the hub cannot be reached and the model is not in its cache.
 
     huggingface_hub would try for half a minute, for each of several files. Behind a proxy only huggingface_hub can find
     out.
@@ -100,9 +100,9 @@ def named_lengths(config: Any) -> set[int]:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Returns the config of each layer where layers differ, as in Gemma 4, else the model's.
+    """Returns the config of each layer if layers differ, as in Gemma 4, and the model's config otherwise.
 
-    Where layers differ, the model's config has no value for some fields, and transformers raises an error.
+    If layers differ, the model's config has no value for some fields, and transformers raises an error.
     """
     layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return layers
@@ -125,7 +125,7 @@ _LIMITS = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length"
 
 
 def max_model_len(model: Any, setting: int | None) -> int:
-    """Returns the most tokens of a sequence, prompt included; ``setting`` is the setting ``max_model_len``."""
+    """Returns the maximum length of a sequence, prompt included; ``setting`` is the setting ``max_model_len``."""
     own = _own_limit(model.config)
     if own is None:
         return setting or UNLIMITED_CONTEXT
@@ -134,8 +134,8 @@ def max_model_len(model: Any, setting: int | None) -> int:
     first = _first_length(_long_ropes(model.config))
     if setting is None and first is not None and first < own:
         logger.warning(
-            "The model scales its positions anew beyond %d tokens: using %d of %d. With a larger max_model_len it "
-            "scales those of shorter sequences in the same way",
+            "The model rescales its positions beyond %d tokens: using %d of %d. With a larger max_model_len it "
+            "rescales the positions of shorter sequences in the same way",
             *(first, first, own),
         )
         return first
@@ -143,7 +143,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
 
 
 def comparable_context(model: Any) -> int:
-    """Returns the most tokens that a sequence in a batch can reach, whatever the settings ask for."""
+    """Returns the maximum length that a sequence in a batch can reach, whatever the settings say."""
     limits = (_own_limit(model.config), steady_positions(model))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 
@@ -168,9 +168,9 @@ def settle_positions(config: Any, setting: int | None) -> bool:
     """Gives a "longrope" model the same factors for sequences of all lengths.
 
     Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If it is beyond the first
-    length of a rope, its long factors hold, as in vLLM and llama.cpp: sequences beyond that length have the logits of
-    transformers, and shorter ones others. If it is not, or None, its short factors hold, and ``max_model_len`` ends the
-    context at that length.
+    length of a rope, its long factors apply, as in vLLM and llama.cpp: sequences beyond that length have the logits of
+    transformers, and shorter sequences have different ones. If it is not, or None, its short factors hold, and
+    ``max_model_len`` ends the context at that length.
     """
     longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
     ropes = _long_ropes(config)

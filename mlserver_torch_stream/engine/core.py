@@ -95,7 +95,8 @@ class EngineCore:
             return "its engine died"
         if (trouble_of_batcher := self._batcher.trouble) is not None:
             return trouble_of_batcher
-        holder = None if self._fair_lock is None else self._fair_lock.progress  # of the engine with the device
+        # The progress of the engine that uses the device now.
+        holder = None if self._fair_lock is None else self._fair_lock.progress
         before = None if holder is None else trouble(holder.works(), self._queue_limits, time.monotonic())
         return self.overdue or (None if before is None else f"it waits for its device: {before}")
 
@@ -133,7 +134,8 @@ class EngineCore:
             )
             for request in requests
         ]
-        self._open[mailbox] = accepted  # at once: the watchdog must find it even if the thread never takes it in
+        # At once, because the watchdog must find it even if the engine's thread never accepts it.
+        self._open[mailbox] = accepted
         self._watchdog.watch(accepted)
         if opens:
             mailbox.feed_prompt_to(self._prompt_feeder(requests[0]))
@@ -143,7 +145,9 @@ class EngineCore:
         return mailbox
 
     def _queue(self, mailbox: Mailbox, requests: list[RequestState]) -> bool:
-        """Gives whole requests to the engine's thread. Returns False if it takes in nothing any more."""
+        """Gives whole requests to the engine's thread. Returns False if the thread does not accept requests any
+        longer.
+        """
         self._admission.submitted(requests)
         return self._inbox.post(lambda: self._accept(mailbox, requests))
 

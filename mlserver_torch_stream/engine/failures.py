@@ -31,13 +31,13 @@ def in_short(error: BaseException) -> str:
         return str(error)
     if isinstance(error, MemoryError) or type(error).__name__ == _TORCH_OUT_OF_MEMORY:
         return "out of memory"
-    return f"{type(error).__name__}, of which the server's log says more"
+    return f"{type(error).__name__}; the server's log has the details"
 
 
 def log_failure(what: str, error: Exception) -> GenerationFailed:
     """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
-    A ``GenerationFailed``, such as that of a constraint, is returned as it is: its text is for the client already.
+    A ``GenerationFailed``, which a constraint can raise, is returned unchanged: its text is written for the client.
     """
     if isinstance(error, GenerationFailed):
         failure = error

@@ -23,7 +23,7 @@ _FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault at the ``call``-th forward (from 1) of a phase. ``slow`` also holds for every later one."""
+    """A fault at the ``call``-th forward (from 1) of a phase. ``slow`` also applies to every later forward."""
 
     phase: str
     call: int

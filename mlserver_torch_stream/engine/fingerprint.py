@@ -54,7 +54,7 @@ def shaping_settings(resolved: ResolvedSettings) -> str:
 def length_setting(resolved: ResolvedSettings, location: str) -> int | None:
     """Returns ``max_model_len`` if the positions of the model at ``location`` may depend on it, else None.
 
-    ``location``: a folder, or a hub id; empty for a GGUF file that is not converted. Raises LoadFailed if the hub
+    ``location`` is a folder, or a hub id; empty for a GGUF file that is not converted. Raises LoadFailed if the hub
     cannot be reached.
     """
     setting = resolved.settings.max_model_len

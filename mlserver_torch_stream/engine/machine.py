@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mlserver_torch_stream.engine_settings import EngineSettings
 
-KV_SHARE = 0.5  # of the available memory; the rest is for activations and for other allocations
+KV_SHARE = 0.5  # the cache's share of the available memory; the rest is for activations and other allocations
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
 

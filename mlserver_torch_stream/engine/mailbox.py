@@ -62,6 +62,7 @@ class Mailbox:
         self._observer = observer
 
     def delivered(self, index: int) -> Delivered:
+        """Returns what the reader has got of the sequence with this index."""
         return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:
@@ -165,7 +166,7 @@ class Inbox:
         self._actions.get()()
 
     def take_in(self, *, last: bool) -> None:
-        """Runs all queued actions. ``last``: closes the inbox afterwards."""
+        """Runs all queued actions. With ``last`` the inbox is closed afterwards."""
         with self._close_lock if last else contextlib.nullcontext():
             self._closed = self._closed or last
             while not self._actions.empty():

@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """What all steps of a load need. ``threads``: for torch and for our kernels."""
+    """What all steps of a load need. ``threads`` are the numbers of threads for torch and for our kernels."""
 
     resolved: ResolvedSettings
     threads: int
@@ -74,6 +74,7 @@ class ModelLoad:
 
     @property
     def kernels(self) -> KernelOptions:
+        """The number of threads and the cache folder of the compiled kernels."""
         return KernelOptions(self.threads, self.resolved.cache_dir)
 
     def lock_on(self, device: torch.device) -> FairLock:
@@ -170,7 +171,7 @@ def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel |
     except (Unsuitable, OSError, SafetensorError) as error:
         logger.warning("The record of %s is not used: %s", name, error)
         anew = Anew.DAMAGED
-    logger.info("%s is checked anew: %s", name, anew.value)
+    logger.info("%s is checked again: %s", name, anew.value)
     load.resources.checks[anew.name.lower()] += 1
     return None
 

@@ -41,7 +41,9 @@ T = TypeVar("T")
 def run_own(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the engine runs. ``threads``: for torch and for our kernels. Raises LoadFailed."""
+    """Blocks until the engine runs. ``threads`` are the numbers of threads for torch and for our kernels. Raises
+    LoadFailed.
+    """
     torch.set_num_threads(threads)
     load = ModelLoad(resolved, threads, resources)
     return (_run if resolved.settings.replicas == 1 else _run_replicas)(load, on_death)
@@ -99,7 +101,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
     """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends.
 
-    ``threads``: for torch's operations; each thread has its own number.
+    ``threads`` is the number of threads for torch's operations, which torch keeps per thread.
     """
     done: Future[T] = Future()
     context = contextvars.copy_context()

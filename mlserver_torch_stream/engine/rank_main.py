@@ -12,7 +12,8 @@ from mlserver_torch_stream.engine.child_process import die_with
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one rank until its leader stops it. ``argv``: rank, number of ranks, port, and the parent's process id.
+    """Runs one rank until its leader stops it. ``argv`` has the rank, the number of ranks, the port, and the parent's
+    process id.
 
     Returns the exit status.
     """

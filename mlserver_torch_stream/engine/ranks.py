@@ -47,9 +47,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a model. ``room``: the free bytes on the fullest device of all ranks, once all have loaded.
+    """This rank's part of a model. ``room`` are the free bytes on the fullest device of all ranks, once all have
+    loaded.
 
-    ``forward`` runs this part in the way of ``findings``; the other ranks run their parts at the same time.
+    ``forward`` runs this part as ``findings`` says; the other ranks run their parts at the same time.
     """
 
     weights: LoadedWeights
@@ -101,7 +102,7 @@ def _choose_forward(
 ) -> ModelForward:
     """Chooses the attention.
 
-    All ranks take the fast one or none does: its checks run the model on all ranks together.
+    All ranks use the fast forward or none does, because its checks run the model on all ranks together.
     """
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
@@ -146,7 +147,7 @@ class LaunchedModel:
 
 
 def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Loads a model on all ranks, and blocks meanwhile. If it raises LoadFailed, it has ended all ranks.
+    """Loads a model on all ranks, and blocks until it is loaded. If it raises LoadFailed, it has ended all ranks.
 
     ``module`` is passed to ``form``.
     """

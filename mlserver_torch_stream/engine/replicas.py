@@ -42,7 +42,8 @@ class ReplicatedEngine:
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
-        self._taken = [0] * len(self._replicas)  # requests that each got: idle replicas get work in turn
+        # The number of requests that each replica got, so that idle replicas take turns.
+        self._taken = [0] * len(self._replicas)
         self.info = min(replicas, key=lambda replica: replica.info.max_model_len).info
 
     @property

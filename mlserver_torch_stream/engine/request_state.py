@@ -30,7 +30,8 @@ class SequenceState:
     GPU while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further token, and
     ``finish_reason`` is set once its text is complete.
 
-    It does not keep its request alive: code that holds a sequence longer than one call must hold the request, too.
+    A sequence does not keep its request alive: code that holds a sequence longer than one call must hold the request
+    too.
     """
 
     def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
@@ -43,7 +44,8 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None  # set once its text is complete
         self.last_event_taken = False  # taken by ``take_events``
         self.sampler: RowSampler | None = None
-        self._reason_by_ids: FinishReason | None = None  # why the newest token is the last one, before its text is made
+        # Why the newest token ends the sequence; set before its text is made.
+        self._reason_by_ids: FinishReason | None = None
         self._unwritten: list[TokenLogprob | None] = []  # logprobs of the newest tokens, whose text is not made yet
         self._writer = AnswerWriter(index, request.params, request.input.answer, codec, stops)
         self._first_token_at: float | None = None
@@ -51,17 +53,20 @@ class SequenceState:
         self._error: Exception | None = None
         self._prompt_shown = False
         self._interval = request.stream_interval
-        self._next_event_at = 0  # tokens of the sequence
+        self._next_event_at = 0  # the number of tokens at which the next event is due
 
     @property
     def request(self) -> RequestState:
+        """The sequence's request, which must still be referenced elsewhere."""
         request = self._request()
         assert request is not None, "a sequence is used after its request"
         return request
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the sequence: so many are in the cache after the next decode step."""
+        """The number of tokens of the prompt and the answer so far. After the next decode step all of them are in the
+        cache.
+        """
         return len(self._input.prompt_ids) + len(self.tokens)
 
     def token_ids(self, start: int, stop: int) -> Ids[int]:
@@ -196,7 +201,9 @@ class SequenceState:
 
 
 class RequestState:
-    """The life of an ``EngineRequest``, its ``input``: its sequences, the mailbox of their events, and its times."""
+    """An ``EngineRequest``, its ``input``, while it is served: its sequences, the mailbox for their events, and its
+    times.
+    """
 
     def __init__(
         self,
@@ -208,7 +215,9 @@ class RequestState:
         default_timeout: float | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """``max_model_len``: as ``Admission.longest`` returns it; ``seal`` replaces it for an open request."""
+        """``max_model_len`` is the length that ``Admission.longest`` returns; ``seal`` replaces it for an open
+        request.
+        """
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
@@ -219,8 +228,8 @@ class RequestState:
         self.submitted_at = time.monotonic()
         self.whole_at = self.submitted_at  # when the prompt became complete and its wait began
         self.started_at: float | None = None
-        self.cached_tokens = 0  # of the prompt: found in the prefix cache
-        self.scores: list[TokenLogprob] = []  # of the first tokens of the prompt, if they are asked for
+        self.cached_tokens = 0  # tokens of the prompt that were found in the prefix cache
+        self.scores: list[TokenLogprob] = []  # the scores of the prompt's first tokens, if the request asks for them
         indices = range(input.first_index, input.first_index + input.sampling.n)
         stops = StopStrings(input.sampling.stop)
         self.sequences = [SequenceState(self, index, codec, stops) for index in indices]
@@ -256,7 +265,7 @@ class RequestState:
 
     @property
     def work(self) -> int:
-        """The most tokens that the request can need: of its prompt and of all its sequences.
+        """The maximum number of tokens that the request can need, for its prompt and all its sequences.
 
         An answer without ``max_tokens`` counts as at most ``_ASSUMED_TOKENS``.
         """
@@ -265,12 +274,13 @@ class RequestState:
 
     @property
     def max_tokens(self) -> int:
+        """The maximum number of tokens of one answer: the request's own limit, or the rest of the context."""
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
     @property
     def final_length(self) -> int:
-        """The most tokens that one of its sequences can have, prompt included."""
+        """The maximum number of tokens that one of its sequences can have, prompt included."""
         return len(self.prompt) + self.max_tokens
 
     def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
@@ -309,6 +319,7 @@ class RequestState:
             )
 
     def usage(self, tokens: int, first_token_at: float | None, reasoning_tokens: int = 0) -> Usage:
+        """Returns the counts and times of a sequence that has ``tokens`` tokens."""
         started = self.started_at or time.monotonic()
         return Usage(
             num_input_tokens=len(self.prompt),

@@ -24,7 +24,8 @@ class RunningEngine:
     """An engine with its codec and the lease on its weights. vLLM's models have no lease: vLLM holds their weights
     itself.
 
-    The replicas of a ``ReplicatedEngine`` are its ``parts``; the codec and the weights are those of the first replica.
+    The replicas of a ``ReplicatedEngine`` are its ``parts``; all of them share the codec and the weights of the first
+    replica.
     """
 
     engine: Engine
@@ -58,7 +59,9 @@ def model_info(
     default_sampling: Mapping[str, Any],
     attention: str,
 ) -> ModelInfo:
-    """Returns what requests are checked against. ``vocab_size``: the rows of the logits; ``context``: in tokens."""
+    """Returns what requests are checked against. ``vocab_size`` is the number of rows of the logits; ``context`` is the
+    length of the context in tokens.
+    """
     return ModelInfo(
         vocab_size=min(vocab_size, codec.vocab_size),
         max_model_len=context,

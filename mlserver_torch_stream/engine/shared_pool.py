@@ -1,4 +1,4 @@
-"""Holds what the engines of one process share: objects that are made once per key and leased, memory and locks."""
+"""Holds what the engines of one process share: leased objects, which are made once per key, memory and locks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ V = TypeVar("V")
 
 
 class SharedPool(Generic[V]):
-    """Any thread may lease. A thread waits if another thread is making the object that it asks for."""
+    """Leases shared objects, each made once, to any thread. A thread waits if another one is making the object that it
+    needs.
+    """
 
     def __init__(self) -> None:
         self.made = 0  # objects made so far, without failures

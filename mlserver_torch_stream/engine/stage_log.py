@@ -15,9 +15,9 @@ EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a 
 
 @contextmanager
 def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
-    """Logs the stage that runs inside. ``what`` begins a sentence, such as ``Compiling the kernels``.
+    """Logs the stage that runs in the ``with`` block. ``what`` begins a sentence, such as ``Compiling the kernels``.
 
-    A stage that raises logs no last line.
+    If the block raises, the last line is not logged.
 
     Raises WorkCancelled if the load is cancelled.
 

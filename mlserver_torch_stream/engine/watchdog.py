@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Work:
     """A piece of work, with the number of tokens in its forward.
 
-    ``str(what)`` describes the work; it is formatted only when somebody reports it.
+    ``str(what)`` describes the work; it is formatted only for a report.
     """
 
     what: object
@@ -82,7 +82,7 @@ class FairLock:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         self._held = False
-        self.progress: StepProgress | None = None  # of the engine that holds the lock
+        self.progress: StepProgress | None = None  # the progress of the engine that holds the lock
 
     @contextmanager
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
@@ -185,7 +185,7 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeath:
-    """An error that is to end the engine's thread, and the time at which the watchdog abandons the thread."""
+    """An error that ends the engine's thread, and the time at which the watchdog abandons the thread."""
 
     error: BaseException
     until: float
@@ -193,7 +193,7 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the watchdog does next. It asks the engine's thread to end the requests of ``ask``.
+    """The watchdog's next actions. It asks the engine's thread to end the requests in ``ask``.
 
     The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. It logs
     ``overdue`` work once. ``lost`` is the error for which it abandons the thread. The next decision is due in
@@ -276,7 +276,7 @@ class WatchdogState:
 
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
-    """Returns the order to end a request with a timeout. ``waited``: it ran out of time in the queue."""
+    """Returns the order to end a request with a timeout. ``waited`` means that it ran out of time in the queue."""
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
@@ -287,7 +287,7 @@ def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str
 
 
 def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
-    """Returns True if a step has run for so long that the engine should no longer report that it is ready."""
+    """Returns whether a step has run so long that the engine should no longer report that it is ready."""
     return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 
@@ -313,7 +313,7 @@ class Watched(Protocol):
 
     @property
     def pending_death(self) -> PendingDeath | None:
-        """The error that is to end the engine's thread before its next step; None if there is none."""
+        """The error that ends the engine's thread before its next step; None if there is none."""
 
     def ask(self, end: EndRequest) -> None:
         """Asks the engine's thread to end these requests when its step returns."""

@@ -9,7 +9,7 @@ from typing import Any
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import ModelInfo
 
-# The names of a chat's body, and the names of the same parameters here; longer names come first.
+# Parameters' names in a chat's body, and their names in Anthropic's body; longer names come first.
 _OWN_NAMES = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -25,7 +25,7 @@ _CONVERTED = frozenset({"messages", "system", "tools", "tool_choice", "output_co
 
 
 def own_name(field: str) -> str:
-    """Returns the name in the client's body of the parameter that is called ``field`` in a chat's body."""
+    """Returns the name that Anthropic's body has for ``field`` of a chat's body."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]

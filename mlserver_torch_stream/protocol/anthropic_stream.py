@@ -25,7 +25,7 @@ def error_body(error: RequestError) -> tuple[int, JsonObject]:
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = error.message
     if isinstance(error, ContextLengthExceeded):
-        message = f"prompt is too long: {message}"  # at these words Claude Code compacts its conversation
+        message = f"prompt is too long: {message}"  # these words make Claude Code compact its conversation
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -56,7 +56,7 @@ class MessagesStream:
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._usage = UsageCounter(request)
         self._max_tokens = request.sampling.max_tokens
-        self._signature = request.request_id  # clients drop a thinking block that has none
+        self._signature = request.request_id  # clients drop a thinking block without a signature
         self._head: JsonObject = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant"}
         self._head["model"] = context.model_name
         self._blocks: list[_Block] = []
@@ -108,7 +108,7 @@ class MessagesStream:
             yield from self._add(_CALL, call.arguments, shown, call.index)
 
     def _add(self, kind: str, said: str, shown: JsonObject, call: int = -1) -> Iterator[JsonObject]:
-        """Adds to the last block; if that has another kind or call, it is ended and a new one begun."""
+        """Adds to the last block. If the last block has another kind or call, ends it and begins a new one."""
         if not self._blocks or (self._blocks[-1].kind, self._blocks[-1].call) != (kind, call):
             yield from self._close()
             self._blocks.append(_Block(kind, {"type": kind, **shown}, call))

@@ -231,7 +231,8 @@ def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any]
 
 
 def check_template_arguments(field: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns ``value``. Raises InvalidInput if it has too many entries or sets an argument of the server's."""
+    """Returns ``value``. Raises InvalidInput if it has too many entries, or an argument that only the server may
+    set."""
     if len(value) > _MAX_TEMPLATE_ARGUMENTS:
         raise InvalidInput(field, f"may have at most {_MAX_TEMPLATE_ARGUMENTS} entries, got {len(value)}")
     reserved = sorted(_RESERVED_TEMPLATE_ARGUMENTS.intersection(value))

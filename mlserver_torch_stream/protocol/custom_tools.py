@@ -107,7 +107,7 @@ class ArgumentText:
     """Extracts the text of a custom tool's call from the function's arguments, which come in pieces."""
 
     def __init__(self) -> None:
-        self._arguments = ""  # until the text begins
+        self._arguments = ""  # the arguments before the text begins
         self._rest = ""  # an incomplete escape at the end of the text so far
         self._begun = False
 

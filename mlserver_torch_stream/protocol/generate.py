@@ -1,6 +1,6 @@
-"""The flat spelling of Triton's generate extension: one JSON object with ``text_input``, one with ``text_output``.
+"""The flat JSON of Triton's generate extension: a request has ``text_input``, and an event has ``text_output``.
 
-The names are those of the Open Inference Protocol's generate extension.
+The names come from the Open Inference Protocol's generate extension.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ class FlatStreamReply:
 
 
 class FlatUnaryReply(WholeReply):
-    """One object for a whole request. A value with one element is written as that element, others as lists."""
+    """One object for a whole request. A value with one element is written as that element, any other value as a
+    list.
+    """
 
     def body(self) -> JsonObject:
         reply = head(self._context, self._request.request_id)

@@ -29,7 +29,7 @@ from mlserver_torch_stream.protocol.spelling import JsonObject
 FILE, BATCH = (
     "file-",
     "batch_",
-)  # an id is such a prefix and hexadecimal digits, so it is safe in keys and paths
+)  # an id is one of these prefixes and hexadecimal digits, so it is safe in keys and paths
 ID_DIGITS = 32
 _ID = re.compile(rf"(?:{FILE}|{BATCH})[0-9a-f]{{{ID_DIGITS}}}")
 PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"

@@ -102,7 +102,7 @@ class Generation(_OfEveryBody, NamedModel, extra="forbid"):
 
 
 class StreamOptions(Body):
-    """Which usages a stream shows beside its choices."""
+    """Which token counts a stream shows beside its choices."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None

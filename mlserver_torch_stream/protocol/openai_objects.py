@@ -198,7 +198,9 @@ def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def usage_of(tally: TokenCounts) -> dict[str, Any]:
-    """Returns an answer's ``usage``: its tokens, those from the prefix cache, and those of its reasoning."""
+    """Returns an answer's ``usage``: its tokens, the prompt tokens from the prefix cache, and the tokens of its
+    reasoning.
+    """
     usage = usage_counts(tally.prompt_tokens, tally.completion_tokens)
     if tally.cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": tally.cached_tokens}
@@ -218,7 +220,7 @@ class TextCompletion(CompletionBuilder):
     """Builds the objects of ``/v1/completions``: one whole answer, or the chunks of a stream."""
 
     id_prefix = "cmpl"
-    chunk_kind = "text_completion"  # also of the whole answer
+    chunk_kind = "text_completion"  # the whole answer has the same kind
 
     def whole(self, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
         """Returns the object of a whole answer."""

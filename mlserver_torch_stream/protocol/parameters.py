@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from mlserver_torch_stream.protocol import constraints, values
 from mlserver_torch_stream.types import ModelInfo
 
-DEFAULT_MAX_TOKENS = 256  # of answers to prompts; answers in conversations may fill the context
+DEFAULT_MAX_TOKENS = 256  # the default for answers to prompts; answers in conversations may fill the context
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
 MAX_SALT_CHARACTERS = 256
@@ -54,28 +54,28 @@ def _stream_mode(value: Any, info: ModelInfo) -> str:
 PARAMETERS: tuple[Parameter, ...] = (
     _sampling(
         "max_tokens",
-        "Most tokens of the answer. Default: that of `default_sampling`, else of the model's generation config; if "
-        "neither has one, 256 for an answer to a prompt, and for an answer to messages as many as the context and the "
-        "cache hold. 0, with `echo` or `prompt_logprobs`: the prompt is scored alone.",
+        "The maximum number of tokens of the answer. Default: from `default_sampling`, else from the model's "
+        "generation config; if neither has one, 256 for an answer to a prompt, and for an answer to messages what the "
+        "context and the cache hold. With `echo` or `prompt_logprobs` it may be 0: then only the prompt is scored.",
         values.integer(0),
         "max_new_tokens",
         "max_completion_tokens",
         tensor="INT64",
     ),
-    _sampling("min_tokens", "Least tokens of the answer.", values.integer(0)),
+    _sampling("min_tokens", "The minimum number of tokens of the answer.", values.integer(0)),
     _sampling("temperature", "0 is greedy decoding.", values.number(0, 100), tensor="FP32"),
     _sampling(
         "top_p",
-        "1: off; a request with `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
+        "1 switches it off. A request with `temperature`, `top_p`, `top_k`, `min_p` or `typical_p` asks for sampling.",
         values.number(0, 1, above_low=True),
         tensor="FP32",
     ),
-    _sampling("top_k", "0 or -1: off.", values.top_k, tensor="INT64"),
-    _sampling("min_p", "As in transformers; 0: off.", values.number(0, 1)),
-    _sampling("typical_p", "As in transformers; 1: off.", values.number(0, 1, above_low=True)),
+    _sampling("top_k", "0 or -1 switches it off.", values.top_k, tensor="INT64"),
+    _sampling("min_p", "As in transformers; 0 switches it off.", values.number(0, 1)),
+    _sampling("typical_p", "As in transformers; 1 switches it off.", values.number(0, 1, above_low=True)),
     _sampling(
         "repetition_penalty",
-        "Applies to tokens of the prompt and the answer, as in transformers; 1: off.",
+        "Applies to tokens of the prompt and the answer, as in transformers; 1 switches it off.",
         values.number(LEAST_REPETITION_PENALTY, 100),
     ),
     _sampling("presence_penalty", "Applies to tokens of the answer, as in OpenAI's API.", values.number(-2, 2)),
@@ -112,7 +112,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("top_logprobs", "Number of alternatives for each token, up to 20.", values.integer(0, 20)),
     _sampling(
         "prompt_logprobs",
-        "The number of alternatives for each token of the [scored prompt](scores.md), up to 20; 0: its token alone.",
+        "The number of alternatives for each token of the [scored prompt](scores.md), up to 20; 0 scores only the "
+        "token itself.",
         values.integer(0, 20),
     ),
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
@@ -125,22 +126,23 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
     Parameter(
         "add_generation_prompt",
-        "False: the chat template does not begin an answer; true: it does, also after a message of the assistant.",
+        "Whether the chat template begins an answer, even after a message of the assistant.",
         values.boolean,
     ),
     Parameter(
         "continue_final_message",
-        "The answer continues the last message; default: if the assistant has said it.",
+        "Whether the answer continues the last message; by default it does if that is the assistant's.",
         values.boolean,
     ),
     Parameter(
         "add_special_tokens",
-        "Adds the tokenizer's special tokens; default: to texts that do not begin with one, not to conversations.",
+        "Whether the tokenizer's special tokens are added; by default they are added to texts that do not begin "
+        "with one, and not to conversations.",
         values.boolean,
     ),
     Parameter(
         "enable_thinking",
-        "True: the model may [reason](tools.md#reasoning) first; false: it must not.",
+        "Whether the model may [reason](tools.md#reasoning) before it answers.",
         values.boolean,
     ),
     Parameter(
@@ -156,7 +158,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "parallel_tool_calls",
-        "False: the answer ends with its first call ([tools](tools.md)).",
+        "If false, the answer ends with its first call ([tools](tools.md)).",
         values.boolean,
         tensor="BYTES",
     ),
@@ -167,7 +169,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "response_format",
-        "OpenAI's: with `json_object` or `json_schema` the answer [matches it](structured-output.md).",
+        "As in OpenAI's API: with `json_object` or `json_schema` the answer [matches it](structured-output.md).",
         constraints.response_format,
         tensor="BYTES",
     ),
@@ -177,7 +179,9 @@ PARAMETERS: tuple[Parameter, ...] = (
         constraints.structured_outputs,
     ),
     *(
-        Parameter(f"guided_{kind}", f"vLLM's older name of `{kind}` of `structured_outputs`.", constraints.guided(kind))
+        Parameter(
+            f"guided_{kind}", f"vLLM's older name for `{kind}` of `structured_outputs`.", constraints.guided(kind)
+        )
         for kind in constraints.GUIDED
     ),
     Parameter(
@@ -188,7 +192,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "guided_decoding_guide_type",
-        "TensorRT-LLM's: `json`, `json_schema`, `regex` or `ebnf_grammar`.",
+        "As in TensorRT-LLM: `json`, `json_schema`, `regex` or `ebnf_grammar`.",
         constraints.guide_type,
         tensor="BYTES",
     ),
@@ -199,13 +203,13 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "lora_name",
-        "A [LoRA adapter](engines.md#adapters) that the model generates with.",
+        "The [LoRA adapter](engines.md#adapters) that generates the answer.",
         values.adapter,
         tensor="BYTES",
     ),
     Parameter("priority", "1 is highest; the default is 100.", values.integer(0, 2**31 - 1)),
-    Parameter("timeout", "Most microseconds from arrival to the last token.", values.integer(0, 2**53)),
-    Parameter("echo", "True: the prompt is put before the answer; in V2 not in a stream.", values.boolean),
+    Parameter("timeout", "The maximum time from arrival to the last token, in microseconds.", values.integer(0, 2**53)),
+    Parameter("echo", "Puts the prompt before the answer; not in streams of V2.", values.boolean),
     # Every reply has what this asks for: a response with triton_final_response, empty or not.
     Parameter(
         "triton_enable_empty_final_response",

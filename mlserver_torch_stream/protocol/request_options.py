@@ -60,7 +60,8 @@ Objects = tuple[Mapping[str, Any], ...]
 def merge_parameters(
     request: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], sampling_tensor: str | None, info: ModelInfo
 ) -> Merged:
-    """Returns the parameters of a request by canonical name. The most specific level that has a parameter counts.
+    """Returns the parameters of a request by canonical name. If several levels have a parameter, the most specific
+    level wins.
 
     ``request`` holds the request's parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of its
     tensor ``sampling_parameters``. Every level is validated, even if a more specific one has the same parameter.
@@ -89,8 +90,8 @@ def resolve_sampling(
 ) -> SamplingParameters:
     """Returns the sampling parameters of a request; the model's defaults fill the gaps.
 
-    ``max_tokens`` holds where neither has one. With ``need_logprobs`` the reply shows log-probabilities; with ``echo``
-    it repeats the prompt.
+    ``max_tokens`` applies if neither the request nor the model sets one. With ``need_logprobs`` the reply shows
+    log-probabilities; with ``echo`` it repeats the prompt.
     """
     default = read_defaults(info)
     effective = {**default, **given}

@@ -222,6 +222,7 @@ class CallItem(OutputItem):
         self._namespace = {} if namespace is None else {"namespace": namespace}
 
     def delta(self, arguments: str) -> list[JsonObject]:
+        """Returns the messages that carry the next piece of the call's arguments."""
         if not arguments:
             return []
         self._pieces.append(arguments)

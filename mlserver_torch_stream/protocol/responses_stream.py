@@ -1,6 +1,6 @@
 """Writes token events as a reply of OpenAI's Responses API: the events of a stream, or one whole response.
 
-Messages that repeat a whole text or response have no bound on their length; all others have.
+The length of messages that repeat a whole text or response is not bounded; the length of all others is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The spelling of Seldon Core 2's OpenAI translator: a conversation in parallel tensors, and OpenAI's objects in one.
 
-Of every reply, also of an error, Seldon's proxy passes the tensor ``output_all`` to OpenAI's clients and drops the
-rest.
+Seldon's proxy passes only the tensor ``output_all`` of a reply or an error to OpenAI's clients, and drops the rest.
 """
 
 from __future__ import annotations

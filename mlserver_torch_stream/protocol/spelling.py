@@ -110,7 +110,7 @@ class Spelling(ABC):
         return str(body.get("id") or "")
 
     def headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns the HTTP headers of every reply in this spelling, also of errors."""
+        """Returns the HTTP headers of every reply in this spelling, including errors."""
         return {}
 
     @abstractmethod
@@ -246,7 +246,7 @@ _MAX_ERROR_CHARACTERS = 512  # characters of an error in a stream, whose lines a
 
 
 def shown_values(reply: ReplyOptions) -> frozenset[str]:
-    """Returns the names of the values that a reply shows; if the request names outputs, only those."""
+    """Returns the names of the values that a reply shows; if the request names outputs, only these."""
     asked = {
         names.TEXT_OUTPUT: True,
         names.FINISH_REASON: reply.finish_reason,
@@ -265,7 +265,9 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
 
 
 def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
-    """Returns the shown values of one event by name. Token ids and log-probabilities are lists, all others scalars."""
+    """Returns the shown values of one event by name. Token ids and log-probabilities are lists; all other values are
+    scalars.
+    """
     values: dict[str, Any] = {names.TEXT_OUTPUT: event.prompt_text + event.text} if names.TEXT_OUTPUT in shown else {}
     if event.reasoning and names.REASONING in shown:
         values[names.REASONING] = event.reasoning

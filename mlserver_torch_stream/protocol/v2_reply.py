@@ -137,7 +137,7 @@ class UnaryReply(WholeReply):
         return tensors
 
     def _ids_shape(self, count: int) -> list[int]:
-        """The shape of ``token_ids``: [S] for one sequence, [B·n, longest S] for several."""
+        """Returns the shape of ``token_ids``: [S] for one sequence, [B·n, longest S] for several."""
         sequences = len(self._request.prompts) * self._request.sampling.n
         return [count] if sequences == 1 else [sequences, count // sequences]
 

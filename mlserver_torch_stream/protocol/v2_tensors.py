@@ -84,7 +84,9 @@ class BinaryOutputs:
 
     @classmethod
     def wanted_by(cls, body: Any) -> BinaryOutputs:
-        """Reads a request's wish; a body that is not a V2 request has none. Raises InvalidInput."""
+        """Reads which outputs a request wants as raw bytes; none if the body is not a V2 request. Raises
+        InvalidInput.
+        """
         if not isinstance(body, Mapping) or not has_tensors(body):
             return cls()
         outputs = body.get("outputs")
@@ -97,7 +99,7 @@ class BinaryOutputs:
 
     @property
     def asked(self) -> str | None:
-        """The name of the parameter that asks for binary outputs; None if none does."""
+        """The name of the parameter that asks for binary outputs; None if no parameter does."""
         if self.default:
             return ALL_BINARY
         return _ONE_BINARY if any((self.chosen or {}).values()) else None
@@ -225,7 +227,7 @@ class Tensor:
         return self
 
     def single(self) -> Any:
-        """Returns the only element. Raises InvalidInput if there are more or none."""
+        """Returns the only element. Raises InvalidInput unless there is exactly one."""
         if len(self.elements) != 1:
             raise InvalidInput(self.name, f"must have exactly one element, got {len(self.elements)}")
         return self.elements[0]

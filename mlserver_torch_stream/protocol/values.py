@@ -31,7 +31,9 @@ NOT_IMPLEMENTED = "is not implemented by this runtime"
 
 
 def parse_bounded(raw: bytes) -> Any:
-    """Parses JSON within the bounds above. Raises ValueError, also for NaN, lone surrogates and too deep nesting."""
+    """Parses JSON within the bounds above. Raises ValueError if the text is not JSON, or has NaN, lone surrogates or
+    too deep nesting.
+    """
     if len(raw) > min(MAX_CONTAINERS, MAX_KEYS) and _may_hold_too_much(raw):
         _check_counts(raw)
     try:
@@ -185,7 +187,7 @@ def boolean(value: Any, info: ModelInfo) -> bool:
 
 
 def integer(low: int, high: int | None = None) -> Reader:
-    """Makes a reader of whole numbers from ``low`` to ``high``; None: without an upper bound."""
+    """Makes a reader of whole numbers from ``low`` to ``high``; None means that there is no upper bound."""
 
     def read(value: Any, info: ModelInfo) -> int:
         result = to_integer(value)
@@ -198,7 +200,7 @@ def integer(low: int, high: int | None = None) -> Reader:
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Reader:
-    """Makes a reader of numbers from ``low`` to ``high``. ``above_low``: ``low`` itself is refused."""
+    """Makes a reader of numbers from ``low`` to ``high``. ``above_low`` means that ``low`` itself is refused."""
 
     def read(value: Any, info: ModelInfo) -> float:
         result = to_number(value)

@@ -78,7 +78,7 @@ class ServedModels:
         return self._owner(name) is not None
 
     def _owner(self, name: str) -> TokenModel | None:
-        """The model of this name, or the model that has the adapter of this name."""
+        """Returns the model of this name, or the model that has the adapter of this name."""
         model = find_model(self._registry, name, None)
         if model is None:
             return find_adapter(self._registry, name)

@@ -64,7 +64,8 @@ async def open_port(
     address = settings.host
     listener = GuardedAio(access).server(
         interceptors=_interceptors(settings),
-        # so_reuseport would let two processes share a port by mistake. Message sizes are those of MLServer's port.
+        # so_reuseport would let two processes share a port by mistake. The maximum sizes of messages are the same as on
+        # MLServer's port.
         options=[*host.grpc_options(), ("grpc.so_reuseport", 0)],
     )
     listener.add_generic_rpc_handlers(handlers)

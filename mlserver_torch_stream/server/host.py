@@ -167,7 +167,7 @@ class ServerHost:
         return router
 
     def add_routes(self, routes: Sequence[BaseRoute]) -> None:
-        """Puts the routes before the existing ones."""
+        """Puts the routes before the existing routes."""
         self.router.routes[:0] = routes
 
     def put_outside(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
@@ -220,7 +220,7 @@ class ServerHost:
         return InferenceServicer(self.data_plane, self.repository_handlers)
 
     def grpc_options(self) -> list[tuple[str, Any]]:
-        """The options of MLServer's gRPC port, for example the size of a message."""
+        """Returns the options of MLServer's gRPC port, for example the size of a message."""
         options: list[tuple[str, Any]] = GRPCServer(
             self.settings, self.data_plane, self.repository_handlers
         )._get_options()
@@ -277,7 +277,7 @@ def versions_of(registry: MultiModelRegistry, name: str) -> SingleModelRegistry 
 
 
 def versioned(versions: SingleModelRegistry) -> list[MLModel]:
-    """Returns the models that have a version, without one whose settings name none."""
+    """Returns the models whose settings name a version."""
     return list(versions._versions.values())
 
 
@@ -425,7 +425,7 @@ def add_grpc_codes(codes: Mapping[int, grpc.StatusCode]) -> None:
 
 
 def listen_by(server: aio.Server, listen: Callable[[str], int]) -> None:
-    """Has the gRPC server call ``listen`` with the address when it is told to open a port."""
+    """Has the gRPC server call ``listen`` with the address when it opens a port."""
     server.add_insecure_port = listen
 
 
@@ -447,7 +447,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the last one
+        self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the newest
 
     def takes_head(self) -> bool:
         """Called at the end of a head; the request begins if it returns True. Raises ValueError to refuse the head."""
@@ -474,7 +474,7 @@ class HttpProtocol(HttpToolsProtocol):
         return offered and not self._should_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends all pipelined requests; uvicorn ends only the last one."""
+        """Ends all pipelined requests; uvicorn ends only the newest."""
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()

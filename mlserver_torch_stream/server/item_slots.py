@@ -1,7 +1,7 @@
 """Decides when an item of a batch may run: one slot stays free for clients, and no item starts while prompts wait.
 
 A client's prompt waits for the end of the running step. To keep steps short while clients are active, one item is
-prefilled at a time and only a few are decoded. All of it runs on the event loop's thread.
+prefilled at a time and only a few are decoded. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations

@@ -39,20 +39,20 @@ class ServerOptions(BaseModel):
     max_body_bytes: int = Field(16 * 2**20, gt=0)
     """Largest body of a REST request, after decompression."""
     sse_ping_interval: float = Field(15.0, ge=0)
-    """Time between comments on a REST stream that has nothing to send; 0: no comments."""
+    """Time between comments on a REST stream that has nothing to send; 0 means no comments."""
     stalled_reader_timeout: float = Field(60.0, ge=0)
-    """Time after which a client that reads nothing is disconnected; 0: never."""
+    """Time after which a client that reads nothing is disconnected; 0 means never."""
     piece_timeout: float = Field(60.0, ge=0)
     """Longest time between the pieces of a prompt (`stream_mode` `prompt`), of a file or of a REST request's body, and
-    for the head of a REST request; 0: no bound."""
+    for the head of a REST request; 0 means no bound."""
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
     grpc_port_triton: int = Field(0, ge=0, le=65535)
-    """Port of [Triton's gRPC service](triton.md), on which Triton's clients can stream; 0: no such port."""
+    """Port of [Triton's gRPC service](triton.md), on which Triton's clients can stream; 0 means no such port."""
     grpc_port_torchserve: int = Field(0, ge=0, le=65535)
     """A further port for [TorchServe's gRPC service](torchserve.md#torchserves-grpc-service), which is always on
-    MLServer's gRPC port too; 0: no further port."""
+    MLServer's gRPC port too; 0 means that there is no other port."""
     management_port_torchserve: int = Field(0, ge=0, le=65535)
-    """Port of [TorchServe's management API](torchserve.md#the-management-api); 0: no such port."""
+    """Port of [TorchServe's management API](torchserve.md#the-management-api); 0 means no such port."""
     management_address: str = "127.0.0.1"
     """Address of the management API's port."""
     management_token: str = ""
@@ -64,18 +64,20 @@ class ServerOptions(BaseModel):
     enable_model_api: bool = True
     """False: the management API neither registers nor unregisters a model."""
     model_store: str = ""
-    """Folder of the archives that the management API registers; empty: none."""
+    """Folder of the archives that the management API registers; an empty value means none."""
     torchserve_config: str = ""
     """A config.properties whose [defaults for models](torchserve.md#the-management-api) hold for models that the
-    management API registers; empty: TorchServe's defaults."""
+    management API registers; an empty value means TorchServe's defaults."""
     allowed_urls: str = ""
     """Regular expressions, separated by commas, one of which must match the whole URL of an archive that the management
-    API downloads; empty: no downloads."""
+    API downloads; an empty value means no downloads."""
     skip_failed_models: bool = False
     """True: the server starts without a model of this package that cannot be loaded, and logs why; false: it ends with
     status 1."""
     batch_store: str = ""
-    """Folder or bucket of [files and batches](batches.md); empty: `/v1/files` and `/v1/batches` do not exist."""
+    """Folder or bucket of [files and batches](batches.md); an empty value means that `/v1/files` and `/v1/batches` do
+    not exist.
+    """
     batch_max_file_bytes: int = Field(200 * 2**20, gt=0)
     """Largest file of `/v1/files`."""
     unknown_parameters: Literal["refuse", "ignore"] = "refuse"
@@ -92,28 +94,34 @@ class ServerOptions(BaseModel):
     log_prompts: bool = False
     """True: the line of a request has the prompt and the answer too."""
     api_keys_file: str = ""
-    """File of API keys; every request must send one of them ([security.md](security.md#keys)); empty: no key is needed.
+    """File of API keys; every request must send one of them ([security.md](security.md#keys)); an empty value means
+    that no key is needed.
     """
     metrics_without_key: bool = False
     """True: the metrics need no key."""
     repository_without_key: bool = False
     """True: listing, loading and unloading models needs no key."""
     model_roots: str = ""
-    """Folders, separated as in `PATH`, one of which must contain every local model, tokenizer, template and archive;
-    empty: any folder."""
+    """Folders, separated as in `PATH`, one of which must contain every local model, tokenizer, template and archive; an
+    empty value means any folder."""
     vllm_python: str = ""
     """The Python interpreter of an environment with vLLM, for models whose settings name none
     ([engines.md](engines.md#install))."""
     runtime_lora_updating: bool = False
     """True: [`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`](engines.md#adapters) load and unload adapters."""
     lora_root: str = ""
-    """The folder that must contain the adapters that `/v1/load_lora_adapter` loads; empty: only hub ids are loaded."""
+    """The folder that must contain the adapters that `/v1/load_lora_adapter` loads; an empty value means that only hub
+    ids are loaded.
+    """
     tls_cert_file: str = ""
-    """Certificate of all ports, with its chain, as PEM ([security.md](security.md#tls)); empty: no TLS."""
+    """Certificate of all ports, with its chain, as PEM ([security.md](security.md#tls)); an empty value means no TLS.
+    """
     tls_key_file: str = ""
     """The certificate's key, as PEM without a password."""
     tls_client_ca_file: str = ""
-    """Certificate of the authority that must have signed the clients' certificates; empty: clients need none."""
+    """Certificate of the authority that must have signed the clients' certificates; an empty value means that clients
+    need none.
+    """
     vllm_metric_names: bool = False
     """True: the metrics have vLLM's names too."""
     torchserve_metric_names: bool = False

@@ -1,4 +1,4 @@
-"""One request, at any door, and the model of this package that answers it.
+"""One request, at any door of the server, and the model that answers it.
 
 A door is one of the places where requests arrive: a REST endpoint, a gRPC service, TorchServe's paths. It reads the
 request, and writes the reply or the refusal. ``Request`` finds the model, enters it, holds the reply, and records
@@ -82,7 +82,7 @@ class Reply(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """The block of SSE that is sent while the stream has no events; empty: none."""
+        """The SSE block that is sent while the stream has no events; empty if no block is sent."""
 
     @property
     def reads_following(self) -> bool:
@@ -104,7 +104,7 @@ class Reply(Protocol):
         """Returns the data of a final event, such as ``[DONE]``; None if the stream ends with its last message."""
 
     def close(self) -> None:
-        """Synchronous and idempotent."""
+        """Ends the work of the request. It does not await, and a second call does nothing."""
 
 
 class Piece(Protocol):
@@ -141,7 +141,7 @@ class PieceReply(Protocol):
         """Yields each ``Piece`` as it arrives. Raises RequestError."""
 
     def close(self) -> None:
-        """Synchronous and idempotent."""
+        """Ends the work of the request. It does not await, and a second call does nothing."""
 
 
 class ServedModel(ABC):
@@ -181,7 +181,7 @@ class ServedModel(ABC):
 
     @abstractmethod
     def most_open(self) -> int:
-        """The number of requests of one gRPC stream that may run at once. Raises NotServing.
+        """Returns the number of requests of one gRPC stream that may run at once. Raises NotServing.
 
         It is a method, because MLServer reads all properties of a model, even while the model loads.
         """
@@ -215,7 +215,7 @@ class ServedModel(ABC):
         """Makes the reply to a request of TorchServe's own paths or of its gRPC service. Raises RequestError.
 
         ``parameters`` are V2's parameters that name the request's sequence. With ``whole_sequence`` a worker gets each
-        request of the sequence once, and the first one first.
+        request of the sequence once, beginning with the first.
         """
 
     def describe_workers(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class Closable(Protocol):
     """Something that is closed when the request ends."""
 
     def close(self) -> None:
-        """Synchronous and idempotent."""
+        """Ends the work of the request. It does not await, and a second call does nothing."""
 
 
 R = TypeVar("R", bound=Closable)
@@ -290,7 +290,7 @@ class Request(Generic[R]):
         self.model = model
         self.version: str | None = None
         self.reply: R | None = None  # the reply's observer records failures, once there is a reply
-        self.left = False  # True: the client does not read any more
+        self.left = False  # True: the client has stopped reading
         self._lifecycle = lifecycle
         self._door = door
 

@@ -1,6 +1,7 @@
 """Checks MLServer's ``settings.json``: its JSON, its values, its ports, and keys that MLServer ignores.
 
-``mlserver start`` reads the file before it imports this package, so under it only ignored keys can be refused.
+``mlserver start`` reads the file before it imports this package, so there this package can refuse only keys that
+MLServer ignores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model that generates tokens: it decodes requests in their spelling, and turns token streams into replies.
 
-The first message of a gRPC stream says how the further messages are to be read.
+The first message of a gRPC stream says how to read the further messages.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class TokenModel(ServedModel):
 
     @property
     def adapters(self) -> AdapterSet | None:
-        """The model's LoRA adapters; None if its engine takes no adapters, or the model has no engine now."""
+        """The model's LoRA adapters; None if its engine does not support adapters, or the model has no engine now."""
         try:
             found: AdapterSet | None = self._slot.built.adapters
         except NotServing:
@@ -197,11 +197,13 @@ class TokenModel(ServedModel):
 
     @property
     def adapter_names(self) -> frozenset[str]:
-        """The names of the LoRA adapters; empty if the model takes none."""
+        """The names of the LoRA adapters; empty if the model does not support adapters."""
         return frozenset() if self.adapters is None else self.adapters.names
 
     def most_open(self) -> int:
-        """The number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises NotServing."""
+        """Returns the number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises
+        NotServing.
+        """
         return int(self._slot.built.engine.info.max_num_seqs)
 
     def reply(self, request: RestRequest) -> TokenReply | PromptReply:
@@ -250,7 +252,7 @@ class TokenModel(ServedModel):
 
 
 def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
-    """Returns the model that has an adapter of this name; None if none has."""
+    """Returns the model that has an adapter of this name, or None."""
     for model in default_models(registry):
         if isinstance(model, TokenModel) and name in model.adapter_names:
             return model
@@ -263,7 +265,7 @@ def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: st
 
 
 def only_model(registry: MultiModelRegistry) -> str:
-    """Returns the name of the only model that generates tokens. Raises InvalidInput if there are several or none."""
+    """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one."""
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
         raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")

@@ -67,7 +67,7 @@ def test_a_rate_that_is_none_is_refused_by_name(capsys: pytest.CaptureFixture[st
 def test_a_model_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert main(["plan", str(tmp_path), "--device", "l4"]) == 2
-    assert "(t5) makes no causal language model: Unrecognized configuration" in capsys.readouterr().err
+    assert "(t5) is not a causal language model: Unrecognized configuration" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,4 +83,4 @@ def test_a_watcher_says_of_such_an_object_what_it_is_and_goes_on(tmp_path: Path,
     assert cloud(*watch, "--url", server.url) == 1
     found = [json.loads(path.read_bytes()) for path in (tmp_path / "out").glob("result-*")]
     ends = {each["key"]: (trouble(each) or {"message": None})["message"] for each in found}
-    assert ends == {"a.orc": "a.orc: the model takes no ORC", "b.txt": None}
+    assert ends == {"a.orc": "a.orc: the model does not accept ORC", "b.txt": None}

@@ -100,7 +100,7 @@ def test_a_broken_archive_and_a_member_that_is_refused_are_error_rows_of_their_o
     errors = [(trouble(row) or {"message": ""}) for key in ("x.tar", "y.tar") for row in found[key][1]]
     assert [error.get("code") for error in errors[-1:]] == ["invalid_archive"]
     assert [bool(error["message"]) for error in errors] == [False] * 4 + [True] * 3
-    assert errors[4]["message"] == "x.tar/e.bin: the model takes no bytes"
+    assert errors[4]["message"] == "x.tar/e.bin: the model does not accept bytes"
     err = capsys.readouterr().err
     assert "x.tar: 2 of its rows failed" in err and "y.tar: 1 of its rows failed" in err
 

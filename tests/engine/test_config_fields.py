@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.test_native import prefilled
 from tests.engine.tiny import greedy, prompt_of, reference, run, running, tiny_model, tokens_of
 
-ORIGINAL = 64  # tokens, at which positions are scaled anew
+ORIGINAL = 64  # the number of tokens beyond which positions are rescaled
 FAR = 130
 _YARN = {
     "rope_type": "yarn",

@@ -92,7 +92,7 @@ def test_a_serial_engine_gives_what_generate_gives(longrope: Path) -> None:
 def test_a_file_that_cannot_be_converted_is_not_batched_beyond_it(tiny_model: Path, tmp_path: Path) -> None:
     file = write_original(make_original("phi3, long"), tmp_path / "m.gguf")
     unwritable = {"cache_dir": "/dev/null/cache", "tokenizer": str(tiny_model), "fast_path": "off"}
-    with pytest.raises(LoadFailed, match="scaled anew beyond 32 tokens"):
+    with pytest.raises(LoadFailed, match="rescaled beyond 32 tokens"):
         built(file, **unwritable, max_model_len=CONTEXT, engine="batched")
 
 

@@ -186,7 +186,7 @@ def test_a_record_of_something_else_is_not_used(
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
         again, counts = loaded(model, cache)
     assert counts == {reason: 1}
-    assert f"is checked anew: {record.Anew[reason.upper()].value}" in caplog.text
+    assert f"is checked again: {record.Anew[reason.upper()].value}" in caplog.text
     assert torch.equal(logits(again), logits(loaded(model, cache)[0]))
 
 

@@ -47,7 +47,7 @@ def test_keys_of_no_cache_layer_are_refused() -> None:
     """A model that changes keys after the cache has them would attend to others than those in the pages."""
     model = tiny_model("jetmoe")
     driver = PageDriver(model, Way.PACKED, 16)
-    with pytest.raises(CannotPage, match="not those of a cache layer"):
+    with pytest.raises(CannotPage, match="that are in no cache layer"):
         driver.step([(driver.join([1, 2, 3]), 3)])
 
 

@@ -114,7 +114,7 @@ def test_torchs_varlen_attention_is_the_one_that_is_recorded_here() -> None:
         ({"softcap": 5.0}, "no softcap, sinks or chunks"),
         ({"chunk": 6}, "no softcap, sinks or chunks"),
         ({"page_size": 16}, "pages of a multiple of 256"),
-        ({"dtype": torch.float32}, "takes no torch.float32"),
+        ({"dtype": torch.float32}, "does not take torch.float32"),
         ({"value_dim": 128}, "of one size"),
         ({"function": None}, "no varlen attention with block tables"),
     ],

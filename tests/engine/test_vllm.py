@@ -684,7 +684,7 @@ def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
         ({"fast_path": "off"}, "fast_path has no meaning to vLLM"),
         ({"step_target": 100}, "step_target has no meaning to vLLM"),
         ({"weights": "int8"}, "weights has no meaning to vLLM"),
-        ({"vllm": {"model": "x"}}, "the model is that of parameters.uri"),
+        ({"vllm": {"model": "x"}}, "parameters.uri names the model"),
         ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),
         ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, and parameters.extra.max_num_seqs is 5"),
     ],

@@ -136,7 +136,7 @@ def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: 
     with serve(place, [], settings=QUIET, ready=False) as server:
         status, log = ended(server)
     assert status == 1 and "Traceback" not in log
-    assert f"{place}/stray/model-settings.json, line 1: 'max_num_seqs' belongs into parameters.extra" in log
+    assert f"{place}/stray/model-settings.json, line 1: 'max_num_seqs' belongs in parameters.extra" in log
 
 
 def test_a_setting_of_the_server_that_mlserver_ignores_ends_the_server(tiny_model: Path, tmp_path: Path) -> None:

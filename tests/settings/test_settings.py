@@ -101,7 +101,7 @@ def test_the_settings_are_frozen() -> None:
 
 
 def test_a_key_beside_extra_is_sent_to_its_place() -> None:
-    with pytest.raises(SettingsError, match=r"parameters\.device_map: belongs into parameters\.extra\.device_map"):
+    with pytest.raises(SettingsError, match=r"parameters\.device_map: belongs in parameters\.extra\.device_map"):
         parse_settings(EMBEDDED, {}, {"device_map": "auto"}, environ={})
     with pytest.raises(SettingsError, match=r"parameters: unknown key 'extras'; did you mean 'extra'"):
         parse_settings(EMBEDDED, {}, {"extras": {}}, environ={})
@@ -126,7 +126,7 @@ def test_lines_of_a_dotenv_file_are_no_misplaced_keys(tmp_path: Path, monkeypatc
 
     (tmp_path / ".env").write_text("MLSERVER_MODEL_DTYPE=float32\n")
     strays = ModelParameters(uri=EMBEDDED).model_extra or {}
-    with pytest.raises(SettingsError, match=r"belongs into parameters\.extra\.dtype"):
+    with pytest.raises(SettingsError, match=r"belongs in parameters\.extra\.dtype"):
         parse_settings(EMBEDDED, {}, strays, environ={})
 
 

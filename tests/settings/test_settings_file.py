@@ -42,7 +42,7 @@ def test_what_is_no_json_object_is_named_with_its_line(file: Path, text: str, sa
 
 def test_a_key_that_mlserver_would_ignore_is_sent_to_its_place_or_to_its_neighbour(file: Path) -> None:
     file.write_text('{\n  "name": "chat",\n  "max_num_seqs": 8\n}')
-    with pytest.raises(SettingsError, match=r"settings\.json, line 3: 'max_num_seqs' belongs into parameters\.extra"):
+    with pytest.raises(SettingsError, match=r"settings\.json, line 3: 'max_num_seqs' belongs in parameters\.extra"):
         refuse_stray_keys(file, ["name"], {"max_num_seqs": "parameters.extra"})
     file.write_text('{\n  "nme": "chat"\n}')
     with pytest.raises(SettingsError, match=r"settings\.json, line 2: unknown key 'nme'; did you mean 'name'"):
@@ -106,8 +106,8 @@ def test_settings_that_can_be_read_are_mlservers_own(file: Path) -> None:
         ('{\n "http_port": "eighty"}', r"settings\.json, line 2: http_port: .*'eighty'"),
         ('{\n "grpc_port": 70000}', r"settings\.json, line 2: grpc_port: must be a port, 0 to 65535, got 70000"),
         ('{\n "paralel_workers": 0}', r"line 2: unknown key 'paralel_workers'; did you mean 'parallel_workers'\?"),
-        ('{\n "max_num_seqs": 8}', r"line 2: 'max_num_seqs' belongs into parameters\.extra of model-settings\.json"),
-        ('{\n "implementation": "x"}', r"line 2: 'implementation' belongs into model-settings\.json"),
+        ('{\n "max_num_seqs": 8}', r"line 2: 'max_num_seqs' belongs in parameters\.extra of model-settings\.json"),
+        ('{\n "implementation": "x"}', r"line 2: 'implementation' belongs in model-settings\.json"),
         ('{"debug": false,}', r"settings\.json, line 1, column 17: a comma before"),
     ],
 )

@@ -30,7 +30,8 @@ _TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """The result of checking a batch's input. ``problems``: why no item is answered; empty if the input is valid."""
+    """The result of checking a batch's input. ``problems`` says why no item is answered; empty if the input is
+    valid."""
 
     items: int = 0
     models: tuple[str, ...] = ()
@@ -67,7 +68,8 @@ _Line = tuple[bytes, bool, str | None]  # the line, whether it has an answer, an
 
 
 class OutputFile:
-    """A file that begins with its first line. ``file_id`` is None before that. ``codes``: the codes of its errors."""
+    """A file that begins with its first line. ``file_id`` is None before that. ``codes`` are the codes of its
+    errors."""
 
     def __init__(self, files: FileStore, file_id: str) -> None:
         self.items = 0
@@ -78,6 +80,7 @@ class OutputFile:
 
     @property
     def file_id(self) -> str | None:
+        """The file's id; None as long as no line was written."""
         return None if self._upload is None else self._id
 
     async def write(self, lines: list[_Line]) -> None:

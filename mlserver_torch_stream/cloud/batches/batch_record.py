@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from mlserver_torch_stream.cloud.rows import RunRefused
 from mlserver_torch_stream.protocol.openai_batch_models import BATCH, FILE, ID_DIGITS, STATUSES, WINDOW, Status
 
-_TIME_DIGITS = 12  # of milliseconds since the epoch
+_TIME_DIGITS = 12  # hexadecimal digits of the milliseconds since the epoch
 WINDOW_S = 24 * 3600
 _STORED = ConfigDict(extra="forbid")
 
@@ -40,8 +40,8 @@ def output_file_id(batch_id: str, kind: str) -> str:
 
 @dataclass(frozen=True, slots=True, config=_STORED)
 class BatchProblem:
-    """Why a batch failed as a whole. ``param`` and ``line``: the field and the line of the input file, if one is
-    to blame."""
+    """Why a batch failed as a whole. ``param`` and ``line`` are the field and the line of the input file, if one is to
+    blame."""
 
     code: str
     message: str
@@ -53,8 +53,9 @@ class BatchProblem:
 class BatchRecord:
     """A batch as it is stored.
 
-    ``models``: the models that its items name and that were loaded when the input was validated. ``times``: when the
-    batch got each status. ``total``: the number of items of a valid input; 0 before it is validated.
+    ``models`` are the models that its items name and that were loaded when the input was validated. ``times`` maps each
+    status to the time when the batch got it. ``total`` is the number of items of a valid input; 0 before it is
+    validated.
     """
 
     id: str
@@ -74,6 +75,7 @@ class BatchRecord:
 
     @property
     def expires_at(self) -> int:
+        """When the batch expires, in seconds since the epoch."""
         return self.created_at + WINDOW_S
 
     @property
@@ -85,6 +87,7 @@ class BatchRecord:
         return replace(self, status=status, times={**self.times, status: int(time.time())}, **changes)
 
     def dumps(self) -> bytes:
+        """Returns the record as one line of JSON."""
         return _RECORD.dump_json(self) + b"\n"
 
     @classmethod

@@ -62,8 +62,8 @@ class BatchModels(Protocol):
 class ItemInference:
     """Infers the items of a batch.
 
-    ``expected``: the models and adapters that were loaded when the batch was validated. If one of these is missing now,
-    it is being loaded again, and its items wait. An item that names any other missing model fails.
+    ``expected`` are the models and adapters that were loaded when the batch was validated. If one of these is missing
+    now, it is being loaded again, and its items wait. An item that names any other missing model fails.
     """
 
     def __init__(self, models: BatchModels, endpoint: str, expected: Collection[str]) -> None:
@@ -75,7 +75,7 @@ class ItemInference:
         self.is_stopped = self._stopped.is_set
 
     def stop(self, why: Failure) -> None:
-        """Fails every item without an answer, also a running one, with ``why``. Later calls change nothing."""
+        """Fails every item without an answer, including running items, with ``why``. Later calls change nothing."""
         self._why = self._why or why
         self._stopped.set()
 

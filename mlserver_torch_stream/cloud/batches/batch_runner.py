@@ -55,6 +55,7 @@ class BatchRunner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def create(self, request: BatchRequest) -> BatchRecord:
+        """Stores a new batch and starts it. Raises RequestError if it cannot be started."""
         if not self._open:
             raise NotServing("the server is shutting down")
         if len(self._runs) >= MAX_UNFINISHED:

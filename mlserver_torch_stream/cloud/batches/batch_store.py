@@ -171,7 +171,7 @@ class FileStore(_Objects[dict[str, Any]]):
 
 
 class FileUpload:
-    """A file while it is written. It exists once ``end`` has returned; ``size``: its bytes so far."""
+    """A file while it is written. The file exists once ``end`` has returned."""
 
     def __init__(self, files: FileStore, contents: Store, file_id: str, purpose: str) -> None:
         self.id = file_id
@@ -269,6 +269,7 @@ class BatchPlaces:
 
     @property
     def contents(self) -> str:
+        """The URL below which the contents of files are stored."""
         return f"{self.url}/contents"
 
     def run(self, batch_id: str) -> str:

@@ -65,8 +65,10 @@ def _text_config(model: transformers.PreTrainedModel) -> Any:
 
 
 def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
-    """Sets the attention of the text model only: encoders of images and sound may not have it, such as Gemma 4's for
-    sound."""
+    """Sets the attention of the text model only.
+
+    The encoder of images or sound may not support it, as Gemma 4's encoder of sound.
+    """
     text = _text_config(model)
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation(dict.fromkeys(["", *parts], name))
@@ -98,7 +100,7 @@ def _attend(
         )
         return result
     if attention_mask is not None or options.get("position_bias") is not None:
-        raise CannotPage("its code makes its own masks")
+        raise CannotPage("the model's code makes its own masks")
     return call(module, query, key, value, **options), None
 
 

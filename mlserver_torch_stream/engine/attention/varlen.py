@@ -1,5 +1,4 @@
-"""Computes paged attention with torch's varlen attention, which is FlashAttention 2: one call for all sequences of a
-step.
+"""Computes paged attention with torch's varlen attention (FlashAttention 2), in one call for all sequences of a step.
 
 The kernel is tested on GPUs alone; the arguments of the call are tested on every machine.
 """
@@ -21,7 +20,7 @@ _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "nu
 
 
 def find_varlen() -> Callable[..., Any] | None:
-    """Returns torch's function, or None where torch has none that takes block tables (before 2.13)."""
+    """Returns torch's function, or None if torch is older than 2.13, whose function does not take block tables."""
     try:
         from torch.nn.attention.varlen import varlen_attn_out
     except ImportError:
@@ -33,13 +32,13 @@ def find_varlen() -> Callable[..., Any] | None:
 class VarlenAttention(PagedAttention):
     """Paged attention by torch's varlen attention.
 
-    ``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``.
+    ``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``; None if torch lacks it.
 
-    Layers that it refuses are computed by torch's operators.
+    Torch's operators compute the layers that this attention refuses.
     """
 
     name = "varlen"
-    page_multiple = 256  # of FlashAttention 2
+    page_multiple = 256  # FlashAttention 2 reads only such pages
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
@@ -59,7 +58,7 @@ class VarlenAttention(PagedAttention):
         if layer.page_size % self.page_multiple:
             return f"varlen attention takes pages of a multiple of {self.page_multiple} tokens, not {layer.page_size}"
         if query.dtype not in (torch.float16, torch.bfloat16):
-            return f"varlen attention takes no {query.dtype}"
+            return f"varlen attention does not take {query.dtype}"
         if query.shape[-1] != layer.values.shape[-1] or query.shape[-1] > _MAX_DIM or query.shape[-1] % 8:
             return "varlen attention takes keys and values of one size, a multiple of 8 up to 256"
         return None

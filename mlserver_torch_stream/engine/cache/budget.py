@@ -16,7 +16,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 # Share of a GPU's free memory after loading. The rest is for activations and for the fragments of torch's allocator.
 GPU_CACHE_SHARE = 0.8
-# The most bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
+# The maximum bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
 HOST_PREFIX_BYTES = 256 * 2**20
 HOST = torch.device("cpu")
 
@@ -34,7 +34,8 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache of ``setting`` bytes on all devices together; None: of the free memory.
+    """Returns the pages and slots of a cache of ``setting`` bytes on all devices together. If it is None, the cache
+    takes a share of the free memory.
 
     ``specs`` describe the cache on each device. The ``engines`` share a host's memory equally, and ``resources``
     reserves this engine's part for ``owner``; on a GPU the memory of other engines is not free. ``most`` is the free

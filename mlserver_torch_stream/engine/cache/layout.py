@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 from mlserver_torch_stream.engine.cache.pages import CacheSpec, LayerGroup
 from mlserver_torch_stream.engine.failures import Unsuitable
 
-# Layers with both states and attention. transformers has the sliding ones since 5.20.
+# Layers with both states and attention. transformers has the sliding variants since 5.20.
 _HYBRID = tuple(
     getattr(cache_utils, name)
     for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
@@ -51,11 +51,12 @@ class CacheLayout:
 
     @property
     def has_states(self) -> bool:
+        """Whether some layers keep a state per sequence, such as Mamba's, instead of keys."""
         return any(True for _ in self.state_layers())
 
     @property
     def windows(self) -> list[int | None]:
-        """The window or chunk of each attention layer in tokens; None: the layer sees all tokens."""
+        """The window or chunk of each attention layer in tokens; None means that the layer sees all tokens."""
         layers = (layer for layer in self._layers if isinstance(layer, DynamicLayer))
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 

@@ -15,7 +15,7 @@ _MOST = 1 << 40
 class CacheSize:
     """The size of a cache.
 
-    ``pages``: the number of pages of each group, on every device that has a layer of the group.
+    ``pages`` is the number of pages of each group, on every device that has a layer of the group.
     """
 
     pages: tuple[int, ...]

@@ -124,8 +124,8 @@ class PagedCache:
         """Allocates one pool for each group, in which a page is contiguous for all layers that have no memory yet.
 
         Then the pages in use fill the system's large pages: one large page needs one address translation, while pages
-        of 4 KiB need 512. ``like``: ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least the given
-        number of bytes. Raises MemoryError.
+        of 4 KiB need 512. ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least
+        the given number of bytes. Raises MemoryError.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]

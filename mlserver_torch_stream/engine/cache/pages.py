@@ -1,6 +1,6 @@
-"""Describes a KV cache of pages and the batches that read and write them, and hands the pages out.
+"""Describes a paged KV cache and the batches that read and write it, and hands out the pages.
 
-Full pages can be found by their tokens, and so can the scores of these tokens.
+A full page can be found by the tokens in it, and so can the scores of these tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CUDA_PAGE_SIZE = 256  # torch's varlen kernels read block tables of pages that a
 
 
 def page_size_of(kinds: Iterable[str]) -> int:
-    """Returns the tokens of a page of a cache on devices of these types, as ``torch.device.type`` names them."""
+    """Returns how many tokens a page holds on devices of these types, as ``torch.device.type`` names them."""
     return CUDA_PAGE_SIZE if "cuda" in kinds else CPU_PAGE_SIZE
 
 
@@ -34,7 +34,8 @@ class LayerGroup:
     """Layers that see the same tokens, and so share block tables.
 
     A query sees its own key and the ``window - 1`` keys before it, or the keys from the beginning of its own ``chunk``
-    on (Llama 4), or all keys. ``token_bytes``: the bytes of a token's keys and values in all layers of the group.
+    on (Llama 4), or all keys. ``token_bytes`` is the number of bytes of a token's keys and values in all layers of the
+    group.
     """
 
     layers: tuple[int, ...]  # indices in transformers' cache
@@ -50,7 +51,7 @@ class LayerGroup:
 
     @property
     def span(self) -> int | None:
-        """The most keys that a query sees; None: it sees all keys."""
+        """The maximum number of keys that a query sees; None means that it sees all keys."""
         return self.window if self.chunk is None else self.chunk
 
 
@@ -58,7 +59,7 @@ class LayerGroup:
 class CacheSpec:
     """The sizes of a cache's pages and states.
 
-    ``state_bytes``: the size of one sequence's states; 0: the model keeps no states.
+    ``state_bytes`` is the size of one sequence's states; 0 means that the model keeps no states.
     """
 
     page_size: int  # tokens
@@ -74,8 +75,8 @@ class CacheSpec:
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
-        """Returns the most pages of each group that a sequence of ``tokens`` holds if it grows by ``step`` tokens at a
-        time."""
+        """Returns the maximum number of pages of each group that a sequence of ``tokens`` holds if it grows by ``step``
+        tokens at a time."""
         pages = self.pages(tokens)
         spans = (group.span for group in self.groups)
         return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
@@ -85,7 +86,7 @@ class CacheSpec:
         return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
 
     def sequence_bytes(self, tokens: int, step: int = 1) -> int:
-        """Returns the most bytes of a sequence of ``tokens``: its pages and its states."""
+        """Returns the maximum size in bytes of a sequence of ``tokens``: its pages and its states."""
         return self.bytes_of(self.most_pages(tokens, step), 1)
 
     def live_bytes(self, tokens: int) -> int:
@@ -125,7 +126,7 @@ class BatchSequence:
     start: int
     tables: tuple[Sequence[int], ...]
     wanted: int = 1
-    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1: the model has none
+    state_slot: int = -1  # where the sequence's recurrent state is, such as Mamba's; -1 if the model has none
 
     @property
     def count(self) -> int:
@@ -220,14 +221,14 @@ class PagePool:
     def __init__(
         self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
     ) -> None:
-        """``finds`` False: no page is found by its tokens, because the model cannot continue from pages alone."""
+        """If ``finds`` is false, no page is found by its tokens, because the model cannot continue from pages alone."""
         self.finds = finds
         self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
         self._cache_bytes = cache_bytes
         self._prefix_bytes = prefix_bytes
         self._time = 0
-        self.used_bytes = 0  # of pages that sequences hold, and what ``reserve`` adds
+        self.used_bytes = 0  # the bytes of pages that sequences hold, plus the bytes that ``reserve`` counts
         self.cached_bytes = 0
 
     def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:

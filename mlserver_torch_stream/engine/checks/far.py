@@ -32,8 +32,8 @@ _PART = 2
 def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
     """Returns the lengths to compare: they exceed the trial's, are within the context, and their caches fit the memory.
 
-    ``room``: the bytes that are free for caches; None: as many as the devices have now. ``more``: shorter lengths that
-    are compared too.
+    ``room`` is the number of bytes that are free for caches; None means as many as the devices have now. ``more`` are
+    shorter lengths that are compared too.
     """
     model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)

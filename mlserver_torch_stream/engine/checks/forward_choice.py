@@ -37,7 +37,7 @@ from mlserver_torch_stream.errors import LoadFailed
 class ForwardChoice:
     """The forward of a loaded model. ``no_kernels`` says why it is not our faster decoder.
 
-    ``packed``: linear layers that oneDNN has laid out.
+    ``packed`` are linear layers that oneDNN has laid out.
     """
 
     forward: LoadedForward
@@ -102,7 +102,8 @@ def with_attention(
 def take_kernels(
     expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str | None = None
 ) -> Verdict[NativeForward]:
-    """Returns our decoder and frees the model's own weights. ``weights``: a key of ``ROUNDED``, the format to round to.
+    """Returns our decoder and frees the model's own weights. ``weights`` is a key of ``ROUNDED``, the format to round
+    to.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """

@@ -22,7 +22,7 @@ class Check(ABC, Generic[T]):
     """Proves one property of a candidate.
 
     The outcome depends on the check's name and inputs, the model's files, the code and the machine, and on nothing
-    else. A subclass is a dataclass; those of its fields that are plain values are its inputs.
+    else. A subclass is a dataclass, whose fields with plain values are its inputs.
     """
 
     name: ClassVar[str]

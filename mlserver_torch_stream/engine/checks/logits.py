@@ -26,7 +26,7 @@ class ExpectedLogits:
     """The logits of one model, whose weights must not change while the object is used."""
 
     def __init__(self, model: transformers.PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-        """``dtype``: the dtype to which the compared forwards round; None: the model's dtype."""
+        """``dtype`` is the dtype to which the compared forwards round; None means the model's dtype."""
         self.model = model
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.dtype = dtype or rounding_dtype(model)
@@ -96,7 +96,7 @@ def far_columns(
     """Returns the keys and values ``[kv_heads, positions, head_dim]`` at the indices ``repeated``, with the oldest
     values enlarged.
 
-    They begin at position ``first`` of a sequence of ``length`` tokens; None: they are the whole sequence.
+    They begin at position ``first`` of a sequence of ``length`` tokens; None means that they are the whole sequence.
     """
     indices = repeated.to(keys.device)
     keys, values = keys[:, indices], values[:, indices].clone()
@@ -129,11 +129,11 @@ _FEW = 4
 
 
 class Comparison:
-    """Collects pairs of logits ``[vocabulary]``: the expected ones and those to check.
+    """Collects pairs of logits ``[vocabulary]``: the expected logits and the logits to check.
 
-    ``dtype`` is the dtype that causes rounding: that of the weights, or int8 if activations are rounded to it; None:
-    that of the logits. ``same_operations``: both logits come from the same operations. If they do not, half precision
-    is judged by the mean error and by the number of logits beyond the tolerance.
+    ``dtype`` is the dtype that causes rounding: the dtype of the weights, or int8 if activations are rounded to it;
+    None means the dtype of the logits. ``same_operations`` means that both logits come from the same operations. If
+    they do not, half precision is judged by the mean error and by the number of logits beyond the tolerance.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, same_operations: bool = True) -> None:
@@ -145,6 +145,7 @@ class Comparison:
         self._off = 0  # logits beyond the tolerance
 
     def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
+        """Compares one more pair of logits."""
         dtype = self._dtype or expected.dtype
         self._tolerance = _INT8_TOLERANCE if dtype is torch.int8 else _TOLERANCE.get(dtype, _HALF_TOLERANCE)
         expected, got = expected.float(), got.float().to(expected.device)

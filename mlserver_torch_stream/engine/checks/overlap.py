@@ -40,7 +40,7 @@ _MAX_WAITS = 1
 class Overlap(Check[Pipeline]):
     """Checks that forwards in different stages of a pipeline have the logits of single forwards.
 
-    ``forward``: the model's.
+    ``forward`` is the model's own forward.
     """
 
     name: ClassVar[str] = "overlap"
@@ -71,7 +71,7 @@ class Overlap(Check[Pipeline]):
 def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
     """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason.
 
-    ``forward`` is the model's forward, in the way that the check at load has found.
+    ``forward`` is the model's forward, called in the way that the check at load has found.
     """
     stages = read_stages(model)
     if len(stages) < 2:
@@ -101,7 +101,7 @@ class _Sequences:
         self._forward = forward
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         layout = CacheLayout(model.config)
-        self._pages = -(-(_PROMPT + count - 1 + _STEPS) // _PAGE_SIZE)  # of a sequence
+        self._pages = -(-(_PROMPT + count - 1 + _STEPS) // _PAGE_SIZE)  # the number of pages of a sequence
         self._groups = len(layout.spec(_PAGE_SIZE).groups)
         self.cache = PagedCache(layout, _PAGE_SIZE, [count * self._pages] * self._groups, count)
 

@@ -32,8 +32,8 @@ _LEAST_LAYERS = 2  # so that a layer reads what a layer before it has written
 def check_packed(
     folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
 ) -> tuple[NativeForward, ProvedLoad]:
-    """Loads and checks packed weights. ``folder``: written by ``gguf_packed``; ``name``: the model's name;
-    ``max_model_len``: the setting.
+    """Loads and checks packed weights. ``folder`` was written by ``gguf_packed``; ``name`` is the model's name;
+    ``max_model_len`` is the setting.
 
     Raises NotPacked or LoadFailed.
     """

@@ -48,7 +48,7 @@ from mlserver_torch_stream.version import __version__
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORDS = 64  # in one cache folder; one takes 50 kB, or 1 MB for a 7B model with its norms
+MAX_RECORDS = 64  # the maximum number in one cache folder; a record takes 50 kB, or 1 MB for a 7B model with its norms
 _FOLDER = "records"
 _SUFFIX = ".record"
 _ENGINE = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ class ModelOutline:
 
 
 class Anew(Enum):
-    """The reason why a load is checked anew."""
+    """The reason why a load is checked again."""
 
     NEW = "no load of it is recorded"
     WEIGHTS = "other weights"
@@ -80,7 +80,7 @@ class NotRecordable(Unsuitable):
 class RecordKey:
     """Digests of everything that the checks' results depend on.
 
-    ``place``: the model's location and the settings that shape its weights.
+    ``place`` is the model's location and the settings that shape its weights.
     """
 
     place: str
@@ -95,7 +95,8 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class ProvedLoad:
-    """The results of a load's checks. ``dtype``: of dense weights in memory; None: blocks, as the files have them."""
+    """The results of a load's checks. ``dtype`` is the dtype of dense weights in memory; None means that the weights
+    are blocks, as in the files."""
 
     plan: DecoderPlan
     weights: LoadedWeights  # its model is a ``ModelOutline``
@@ -122,7 +123,7 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
 
 
 def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
-    """Returns the results of an earlier load's checks, or why this load is to be checked anew."""
+    """Returns the results of an earlier load's checks, or the reason why this load is checked again."""
     folder = cache_dir / _FOLDER
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
     for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):

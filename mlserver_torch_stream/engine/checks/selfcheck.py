@@ -40,9 +40,9 @@ F = TypeVar("F", bound=Forward)
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckResult:
-    """The result of the check. ``problem``: why the model cannot be batched; None: it can.
+    """The result of the check. ``problem`` says why the model cannot be batched; None means that it can.
 
-    ``chunked``: whether prefill can be chunked. ``specs`` describe the cache on each device.
+    ``chunked`` says whether prefill can be chunked. ``specs`` describe the cache on each device.
     """
 
     problem: str | None
@@ -61,7 +61,7 @@ class SelfCheckResult:
 class SameLogits(Check[F]):
     """Checks that a forward over pages gives the model's logits.
 
-    ``small_page``: the page size near the beginning; far pages have ``page_size`` tokens. ``room`` is passed to
+    ``small_page`` is the page size near the beginning; far pages have ``page_size`` tokens. ``room`` is passed to
     ``far_lengths``, ``dtype`` to ``ExpectedLogits``. ``trial`` is the newest trial.
     """
 
@@ -72,7 +72,7 @@ class SameLogits(Check[F]):
     chunked: bool = True
     room: int | None = None
     way: Way = Way.PACKED
-    rounding: str | None = None  # of the weights
+    rounding: str | None = None  # the format to which the weights are rounded
     dtype: str = field(init=False)
     trial: Trial = field(init=False)
 
@@ -150,7 +150,7 @@ def check_batching(
 def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error that has nothing to do with batching ends the load. NaN does, too, because NaN differs from itself.
+    So an error that has nothing to do with batching ends the load. So does NaN, because NaN differs from itself.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(

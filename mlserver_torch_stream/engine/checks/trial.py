@@ -1,7 +1,7 @@
 """Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
 
-The sequences join in chunks and whole, leave, share a page, fork, and are verified as drafts are. Their pages are not
-adjacent, and a new page holds stale values.
+Some prompts are computed in chunks and some whole. Sequences leave the batch, share a page, fork, and have several
+tokens verified in one step, as drafts are. Their pages are not adjacent, and a new page holds stale values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 # Kernels work in blocks of 12 and 64 queries, and of 16 and 32 keys: one sequence crosses all of them.
 _LONGEST = 70
-_SHORTEST = 9  # where the context is smaller
+_SHORTEST = 9  # for models with a smaller context
 _LONGEST_CHUNK = 65
 _AFTER = 12  # tokens that each sequence can take after its prompt
 SPARE_SLOT = 7
@@ -41,8 +41,8 @@ class TrialSequence:
 
 @dataclass(slots=True)
 class Trial:
-    """Runs the sequences and compares their logits. ``chunked``: prompts are cut and sequences share pages; else each
-    prompt is computed whole.
+    """Runs the sequences and compares their logits. If ``chunked`` is true, prompts are cut and sequences share pages;
+    otherwise each prompt is computed whole.
 
     ``same_operations`` is passed to ``Comparison``.
     """
@@ -53,9 +53,9 @@ class Trial:
     page_size: int
     chunked: bool
     same_operations: bool = False
-    longest: int = field(init=False)  # prompt
+    longest: int = field(init=False)  # tokens of the longest prompt
     cache: PagedCache = field(init=False)
-    last: Batch = field(init=False)  # with one token of each of its sequences, once it has run
+    last: Batch = field(init=False)  # the last batch that ran; each of its sequences has one token in it
     comparison: Comparison = field(init=False)
     _free: list[Iterator[int]] = field(init=False)  # pages of each group
     _copies: list[tuple[int, int, int]] = field(default_factory=list)
@@ -72,10 +72,11 @@ class Trial:
         self._free = [iter([*range(1, pages, 2), *range(0, pages, 2)]) for _ in range(groups)]
 
     def new_comparison(self) -> Comparison:
+        """Returns an empty comparison of logits in the model's dtype."""
         return Comparison(self.expected.dtype, same_operations=self.same_operations)
 
     def run(self) -> tuple[str | None, TrialSequence]:
-        """Returns how much the logits differ, or None, and a short sequence that is in the cache.
+        """Returns how much the logits differ, or None if they agree; and a short sequence that is still in the cache.
 
         In full precision the first difference ends the trial.
         """
@@ -127,7 +128,7 @@ class Trial:
     def _plan(self, a: TrialSequence, b: TrialSequence) -> list[tuple[int, int, int, int, int]]:
         """Returns the new tokens of each of five sequences at each step.
 
-        The steps are as few as possible: a forward of few tokens takes the time in which all weights are read.
+        The plan has few steps, because even a forward of one token reads all weights.
         """
         whole = 1000  # what is left of a prompt
         drafts = 3 if self._goes_on else 1
@@ -171,6 +172,7 @@ class Trial:
     # --- sequences ---
 
     def token(self, seed: int) -> int:
+        """Returns a token id that depends only on ``seed``."""
         return (seed * 7919 + 13) % self.expected.vocab_size
 
     def _new(self, prompt: int) -> TrialSequence:

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 _MAX_THREADS = 2
 _SPARE_AFTER_S = 1.0  # most constraints take some milliseconds, the slowest that are not refused ten seconds
-_STACK_BYTES = 2**28  # of address space; only used pages take memory
+_STACK_BYTES = 2**28  # a thread's address space for its stack; only used pages take memory
 
 
 class Compilation(Future[_T]):

@@ -77,8 +77,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
 logger = logging.getLogger(__name__)
 
 _INSTALL = "needs llguidance: pip install 'mlserver-torch-stream[structured]'"
-_KEPT = 32  # compiled constraints
-_MAX_CHARACTERS = 2**17  # of a constraint's source; compiling so many takes up to seconds
+_KEPT = 32  # the number of compiled constraints that are kept
+_MAX_CHARACTERS = 2**17  # the maximum length of a constraint's source, which can take seconds to compile
 # A matcher holds 1 to 2 kB for each state of its lexer, so about 40 MB at most. A schema of 100 fields has about a
 # hundred states.
 _MAX_LEXER_STATES = 20_000
@@ -115,7 +115,7 @@ class ConstraintCompiler:
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile what an answer must match, after a reasoning with these marks if ``reasoning`` is given.
+        """Begins to compile what an answer must match, after reasoning between these marks if ``reasoning`` is given.
 
         The future may raise InvalidInput, which names the constraint's field.
         """

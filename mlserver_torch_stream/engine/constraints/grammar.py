@@ -1,4 +1,4 @@
-"""Writes a constraint as a grammar of llguidance, alone or after a reasoning."""
+"""Writes a constraint as a grammar of llguidance, with or without reasoning before it."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 class TokenBytes:
     """Looks up the bytes of tokens, each token once. An id without a token has no bytes.
 
-    ``byte_level``: the tokenizer writes bytes in GPT-2's alphabet. ``join_to_text``: the tokenizer's only decoder is
-    ByteLevel: the text of ids is their bytes, concatenated and decoded as UTF-8.
+    ``byte_level`` means that the tokenizer writes bytes in GPT-2's alphabet. ``join_to_text`` means that the
+    tokenizer's only decoder is ByteLevel: the text of ids is their bytes, concatenated and decoded as UTF-8.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

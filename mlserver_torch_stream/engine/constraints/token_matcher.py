@@ -29,7 +29,7 @@ def mask_bytes(vocab_size: int) -> int:
 
 
 class TokenMatcher:
-    """Says which tokens the constraint allows after the accepted ones. All its methods run on the engine's thread.
+    """Says which tokens the constraint allows next. All its methods run on the engine's thread.
 
     ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
     consumed them already, so that the mask of the token after them can be computed before they are accepted.
@@ -82,7 +82,7 @@ class TokenMatcher:
             self._consume(forced)
 
     def prefix(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Returns the drafts up to the first one that the constraint does not allow."""
+        """Returns the drafts before the first one that the constraint does not allow."""
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, self.forced, strict=False)))
         if right < len(self.forced):
             return drafts[:right]
@@ -163,9 +163,9 @@ class CompiledConstraint:
 
     ``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
-    Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow those. ``vocab_size``
-    and ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is
-    the constraint in llguidance's JSON format.
+    Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow. ``vocab_size`` and
+    ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is the
+    constraint in llguidance's JSON format.
     """
 
     start: LLMatcher
@@ -177,7 +177,7 @@ class CompiledConstraint:
     grammar: str = ""
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
-        """Returns the matcher of a sequence, which a token of ``end_ids`` may end where the constraint is met."""
+        """Returns the matcher of a sequence, which a token of ``end_ids`` may end once the constraint is met."""
         matcher = self.start.deep_copy()
         matcher.consume_tokens(list(self.forced))
         return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)

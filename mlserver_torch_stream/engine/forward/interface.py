@@ -20,8 +20,8 @@ class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
     ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 if that logit is NaN
-    or infinite; None: not computed. It may have more entries than ``tensor`` has rows. ``row_draw`` draws tokens on the
-    threads of the forward; None: torch draws them.
+    or infinite; None means that it is not computed. It may have more entries than ``tensor`` has rows. ``row_draw``
+    draws tokens on the threads of the forward; None means that torch draws them.
     """
 
     tensor: torch.Tensor

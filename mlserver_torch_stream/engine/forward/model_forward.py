@@ -42,7 +42,7 @@ class ModelForward(LoadedForward):
     ) -> None:
         """Replaces the model's attention; for rows with masks, restores the model's own attention.
 
-        ``attention``: None means torch's operators. Raises CannotPage.
+        If ``attention`` is None, torch's operators compute it. Raises CannotPage.
         """
         if way is Way.MASKED_ROWS:
             give_attention_back(model)
@@ -118,7 +118,7 @@ class ModelForward(LoadedForward):
         return torch.cat([row[kept - each.wanted :] for row, each in zip(logits, batch.sequences, strict=True)])
 
     def _call(self, ids: torch.Tensor, step: ModelStep, **more: Any) -> torch.Tensor:
-        """Calls the model. ``more``: arguments beside its ids, their positions and its cache."""
+        """Calls the model. ``more`` are arguments beside its ids, their positions and its cache."""
         if self._takes_mask and self.way is Way.PACKED:  # without a mask, GPT-2 waits for the ids to look for padding
             more["attention_mask"] = torch.ones_like(ids)
         if self._takes_positions:
@@ -155,7 +155,7 @@ def give_contiguous_states(model: transformers.PreTrainedModel) -> None:
     """Copies the hidden states of a prompt's last token before the output embeddings take them.
 
     They are a slice ``[rows, 1, hidden]`` of the prompt's hidden states, with the prompt's strides. On a CPU torch
-    multiplies such a slice by a copy of the whole matrix: 95 ms for 49,152 tokens of 576 dimensions in bfloat16, where
+    multiplies such a slice by copying the whole matrix: 95 ms for 49,152 tokens of 576 dimensions in bfloat16, where
     the product takes 3 ms (torch 2.13, two cores with AMX). ``contiguous`` looks past the stride of a single row.
     """
 

@@ -233,7 +233,7 @@ class ModelStep:
         attention: PagedAttention,
         moved: int | None = None,
     ) -> None:
-        """``moved``: see ``MovedCache``."""
+        """``moved`` is passed to ``MovedCache``."""
         self.batch = batch
         self._pages = cache
         self._way = way
@@ -305,7 +305,7 @@ class ModelStep:
         latent = has_latents(module)
         layer = self.cache.layers[module.layer_idx] if latent else self.cache.layer_of(key)
         if not isinstance(layer, PagesLayer) or layer.pages.keys is None:
-            raise CannotPage("an attention's keys are not those of a cache layer")
+            raise CannotPage("an attention reads keys that are in no cache layer")
         group = self._pages.groups[layer.pages.group]
         rows, heads, tokens, dim = query.shape
         device = layer.pages.keys.device  # not always the query's device: layers may share keys

@@ -1,9 +1,9 @@
 """Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
 It is for models that our own kernels do not know. At 16 rows a layer of a small model takes a third of the time of
-``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are torch's private ones, so
-every layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed. A
-linear layer does not depend on positions, so near positions suffice for that check.
+``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are private to torch. So every
+layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed. A linear
+layer does not depend on positions, so near positions suffice for that check.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 
 
 def check_folder(folder: Path) -> Tensors:
-    """Checks the JSON files and the headers of a folder. Returns its tensors, which are none for pickles.
+    """Checks the JSON files and the headers of a folder. Returns its tensors; an empty mapping for pickles.
 
     Raises LoadFailed, which names the file and the field.
     """

@@ -38,10 +38,12 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def bits(self) -> int:
+        """The size of all elements in bits; an element can be smaller than a byte."""
         return self.elements * _BITS[self.dtype]
 
 

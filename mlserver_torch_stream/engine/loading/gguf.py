@@ -1,7 +1,7 @@
 """Loads GGUF files, and converts them once to an ordinary model folder, which later starts use.
 
-No process sees a half-written folder: it is written under another name and renamed. Of two processes that convert the
-same file, one waits for the other.
+No process sees a half-written folder: it is written under another name and renamed. If two processes convert the same
+file, one waits for the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMAT = 3  # version of the converted folders; folders of older versions are no
 LOCK_SECONDS = 900.0
 UNUSED_SECONDS = 30 * 24 * 3600.0  # after which a conversion is deleted: each version of transformers makes its own
 _READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
-_SEAL = "checksums.json"  # of a folder's other files
+_SEAL = "checksums.json"  # holds the checksums of the other files of a folder
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
 
 
@@ -55,7 +55,7 @@ def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: b
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
     """Returns the folder with the converted file, and converts it first if the folder is absent or damaged.
 
-    ``packed``: the weights stay blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
+    ``packed`` means that the weights stay blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
 
     Returns None, after one warning, if the cache cannot be written: the caller loads the file itself (``load_gguf``).
     """
@@ -220,7 +220,7 @@ def _forget_unused(cache_dir: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Removes the quantisation from the config: the weights are dense now, and load like any others."""
+    """Removes the quantisation from the config: the weights are dense now, and load like those of any other model."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -52,11 +52,11 @@ _STACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. ``config`` returns the fields of transformers' config. ``modules``: a layer's modules by tensor
-    leaf.
+    """One architecture. ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a
+    tensor's name to the layer's module.
 
-    ``permuted``: the leaves whose rows the converter has reordered within each head. ``norm_offset``: the number that
-    the converter has added to the weights of norms.
+    ``permuted`` holds the names whose rows the converter has reordered within each head. ``norm_offset`` is the number
+    that the converter has added to the weights of norms.
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -91,7 +91,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:
-    """Llama and what has its layout: Mistral, SmolLM; with experts Mixtral."""
+    """Reads the config of Llama and of models with its layout: Mistral, SmolLM, and with experts Mixtral."""
     if file.take("expert_count", int):
         _refuse_single_experts(file)
         return _decoder(file, "mixtral") | {
@@ -103,7 +103,9 @@ def _llama(file: GgufFile) -> dict[str, Any]:
 
 
 def _smollm3(file: GgufFile) -> dict[str, Any]:
-    """The file does not say which layers have no positions: it is every fourth."""
+    """Reads the config of SmolLM3. The file does not say which layers have no positions: every fourth layer has
+    none.
+    """
     return _decoder(file, "smollm3") | {"no_rope_layer_interval": 4}
 
 
@@ -242,13 +244,14 @@ def _experts_used(file: GgufFile) -> int:
 
 def _refuse_single_experts(file: GgufFile) -> None:
     if "blk.0.ffn_gate.0.weight" in file.tensors:
-        raise LoadFailed("the tensor blk.0.ffn_gate.0.weight is of an old layout of experts: convert the model anew")
+        raise LoadFailed("the tensor blk.0.ffn_gate.0.weight has an old layout of experts: convert the model again")
 
 
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
     """Returns the size by which queries are scaled.
 
-    ``largest``: the layers of the family's 27B model, the only one that does not use the head's size.
+    ``largest`` is the number of layers of the family's 27B model, the only model that does not scale by the head's
+    size.
     """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]

@@ -87,7 +87,7 @@ class GgufFile:
         return value
 
     def token_id(self, role: str) -> int | None:
-        """Returns the id of a special token, such as that of ``eos``. Raises LoadFailed if no token has it."""
+        """Returns the id of a special token, such as ``eos``. Raises LoadFailed if no token has it."""
         name = f"tokenizer.ggml.{role}_token_id"
         value = self._contents(name)
         tokens = self.shape("token_embd.weight")[0]
@@ -96,6 +96,7 @@ class GgufFile:
         raise LoadFailed(f"the key {name} is {str(value)[:80]}, and the file has {tokens:,} tokens")
 
     def tensor(self, name: str) -> gguf.ReaderTensor | None:
+        """Returns a tensor and marks it as used; None if the file does not have it."""
         self._tensors_left.discard(name)
         return self.tensors.get(name)
 
@@ -113,7 +114,7 @@ class GgufFile:
         return shape_of(self.tensors[name])
 
     def mark_taken(self, names: Iterable[str], tensors: Iterable[str]) -> None:
-        """Marks keys and tensors as used. ``names``: whole keys, with their prefix."""
+        """Marks keys and tensors as used. ``names`` are whole keys, with their prefix."""
         self._keys_left -= {name.removeprefix(f"{self.architecture}.") for name in names}
         self._tensors_left -= set(tensors)
 
@@ -128,6 +129,7 @@ class GgufFile:
             raise LoadFailed(f"the tensor {name}{also} is not supported here in the architecture {self.architecture}")
 
     def refused(self, key: str, why: str) -> LoadFailed:
+        """Returns the error for a key of this architecture with a value that cannot be served."""
         return LoadFailed(f"the key {self.architecture}.{key} {why}")
 
     def _value(self, key: str) -> Any:

@@ -26,7 +26,7 @@ from mlserver_torch_stream.errors import LoadFailed
 class GgufWeights:
     """One parameter of the model: tensors of the file that are joined, or zeros if there are none.
 
-    ``order``: the file's row for each row; None: the file's order. ``offset`` is subtracted.
+    ``order`` is the file's row for each row; None means the file's order. ``offset`` is subtracted.
     """
 
     parts: tuple[gguf.ReaderTensor, ...]

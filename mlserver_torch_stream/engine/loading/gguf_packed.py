@@ -37,9 +37,11 @@ _FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A model with packed weights. ``model`` computes in float32, slowly. ``kinds``: how many tensors have each format.
+    """A model with packed weights. ``model`` computes in float32, slowly. ``kinds`` says how many tensors have each
+    format.
 
-    ``dequantised`` names the tensors whose format the kernels lack, with that format. ``tensors``: the file's tensors.
+    ``dequantised`` names the tensors whose format the kernels lack, with that format. ``tensors`` are the file's
+    tensors.
     """
 
     model: Any
@@ -49,6 +51,7 @@ class PackedModel:
 
     @property
     def description(self) -> str:
+        """Says in the log how the weights are stored."""
         packed = ", ".join(f"{kind} ({count} tensors)" for kind, count in self.kinds.items())
         left = ", ".join(f"{name} ({kind})" for name, kind in self.dequantised.items())
         return f"weights packed as in the file: {packed}" + (f"; dequantised: {left}" if left else "")

@@ -20,7 +20,8 @@ _YARN = {  # the keys of yarn, and transformers' names for them
 def rope_parameters(file: GgufFile, head_dim: int, context: int, partial: bool = False) -> dict[str, Any]:
     """Returns transformers' ``rope_parameters``. Raises LoadFailed.
 
-    ``context``: the most positions. ``partial``: whether the model can rotate only a part of ``head_dim``.
+    ``context`` is the maximum number of positions. ``partial`` says whether the model can rotate only a part of
+    ``head_dim``.
     """
     rotated = _rotated(file, head_dim, partial)
     base = {"rope_theta": file.take("rope.freq_base", float) or 10000.0}

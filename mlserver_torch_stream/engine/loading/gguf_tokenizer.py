@@ -60,12 +60,16 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 
 
 def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the value of ``pre`` for a byte-level vocabulary; None for others, which are not split."""
+    """Returns the value of ``pre`` for a byte-level vocabulary; None for other vocabularies, whose text is not
+    split.
+    """
     if metadata.get(f"{_KEY}model") != "gpt2":
         return None
     cut = metadata.get(f"{_KEY}pre")
     if cut is None:
-        raise LoadFailed(f"the key {_KEY}pre is missing, without which text gives wrong tokens: convert the model anew")
+        raise LoadFailed(
+            f"the key {_KEY}pre is missing, without which text gives wrong tokens: convert the model again"
+        )
     if cut not in (*_AS_GPT2, *_SINGLE_DIGITS, *GGUF_PRE_TOKENIZER_SPLITS):
         raise LoadFailed(f"the key {_KEY}pre is {cut!r}, which is not supported here")
     return str(cut)

@@ -154,7 +154,7 @@ class LoadedWeights:
     """Weights that are shared by models with the same files and devices. An engine may replace the model's config
     later.
 
-    ``vocab_size``: the rows of the embedding.
+    ``vocab_size`` is the number of rows of the embedding.
     """
 
     model: Any
@@ -224,7 +224,7 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
 def describe(name: str, model: Any, weights: str | None = None) -> str:
     """Describes a loaded model: its name, size and devices.
 
-    ``weights`` describes the weights; None: their dtype does.
+    ``weights`` describes the weights; None means that their dtype does.
     """
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
@@ -310,8 +310,8 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> dict[str, Any]:
-    """Returns the placement of the weights: that of the settings, or else the first GPU, then the next GPUs, then the
-    CPU.
+    """Returns the placement of the weights: the one in the settings, or else the first GPU, then the next GPUs, then
+    the CPU.
 
     ``weights()`` returns the bytes of the weights, or None.
     """

@@ -1,7 +1,7 @@
 """Finds the files of a model, and refuses models that are not causal language models.
 
 Finding the files blocks and may convert them, so call it in a thread. Some families of encoders also have a class for
-causal language models, whose output would make no sense with the weights of an encoder.
+causal language models. With an encoder's weights its output would be nonsense.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def refuse_other_kinds(config: Any) -> None:
 
 
 def _has_causal_weights(config: Any) -> bool:
-    """Returns whether the config names the class that would be loaded, or none.
+    """Returns whether the config names the class that would be loaded, or no class.
 
     Even decoders can have ``is_decoder`` False.
     """

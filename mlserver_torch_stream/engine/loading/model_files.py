@@ -23,7 +23,8 @@ ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allo
 class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
-    ``packed``: the folder holds a GGUF file's blocks. ``tensors``: the tensors of a folder's safetensors files.
+    ``packed`` means that the folder holds a GGUF file's blocks. ``tensors`` are the tensors of a folder's safetensors
+    files.
     """
 
     location: str
@@ -40,7 +41,7 @@ class ModelFiles:
 def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:
     """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do.
 
-    ``place``: the file or folder that it reads, whose damage may be the reason.
+    ``place`` is the file or folder that it reads, whose damage may be the reason.
     """
     try:
         return load()
@@ -69,6 +70,6 @@ def _reason(error: BaseException) -> str:
     if (other := _OTHER_KIND.match(text)) is not None:
         return f"{other[1]} is not a causal language model; {SERVED}"
     if "cannot be loaded with `safetensors`" in text:
-        return f"the hub has no safetensors of it; {ALLOW_PICKLE}"
+        return f"the hub has no safetensors for it; {ALLOW_PICKLE}"
     sentence = re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
     return f"{sentence[:300]} ({type(error).__name__})" if sentence else type(error).__name__

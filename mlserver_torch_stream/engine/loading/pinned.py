@@ -79,7 +79,7 @@ def release_pinned() -> None:
 
 
 def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
-    """Yields each weight once, with all places where hooks find it; a tied weight has several."""
+    """Returns the places where hooks find each weight; a tied weight has several."""
     places: dict[tuple[Any, ...], list[Place]] = {}
     for module in model.modules():
         for hook in _offloading(module):

@@ -162,7 +162,7 @@ def no_room(
 ) -> str:
     """Returns why the KV cache has no room for one page of a sequence, with the bytes of each device.
 
-    ``asked``: bytes that the settings give the cache; None: the cache may take all bytes of ``free``.
+    ``asked`` are bytes that the settings give the cache; None means that the cache may take all bytes of ``free``.
     """
     needs = [
         f"on {device} the first page of a sequence takes {format_bytes(spec.sequence_bytes(1))} "
@@ -186,9 +186,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
-    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first that does not.
+    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first one that does
+    not.
 
-    ``place``: the folder or hub id of the model. ``options``: arguments of ``AutoConfig.from_pretrained``.
+    ``place`` is the folder or hub id of the model. ``options`` are arguments of ``AutoConfig.from_pretrained``.
     """
     if not isinstance(device_map, Mapping) or set(device_map) == {""}:
         return

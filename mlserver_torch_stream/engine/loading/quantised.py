@@ -1,7 +1,7 @@
 """Checks weights that transformers quantises: that the config is valid, can run here, and took effect.
 
-transformers ignores keys that it does not know, and dequantises if it has no kernel, with a warning at most: this
-module refuses both, by the name of the setting.
+transformers ignores unknown keys, and dequantises if it has no kernel, with a warning at most. This module refuses
+both, and names the setting.
 """
 
 from __future__ import annotations

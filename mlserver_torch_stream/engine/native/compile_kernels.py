@@ -44,7 +44,7 @@ def compiled_library(
 ) -> T:
     """Returns the result of ``open_library`` for this compiler's library, compiled first if it is not in the cache.
 
-    ``target``: the compiler's options for the instructions that it may use. If there is no compiler, or if it fails,
+    ``target`` are the compiler's options for the instructions that it may use. If there is no compiler, or if it fails,
     another compiler's library for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
     NoKernels; ``open_library`` raises it too, for a library that cannot be used.
     """

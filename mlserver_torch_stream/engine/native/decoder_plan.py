@@ -1,4 +1,4 @@
-"""Describes a decoder without the weights in its files, as JSON and a few small tensors, and builds it again from that.
+"""Describes a decoder without its files' weights, as JSON and a few small tensors, and builds it from the description.
 
 A plan names rows of the files' tensors. Values that no file holds unchanged, such as factors of norms, are in the plan
 itself.
@@ -26,7 +26,7 @@ _PROJECTIONS = ("qkv", "out", "gate_up", "down")
 class DecoderPlan:
     """A decoder without the weights in its files. ``structure`` can be written as JSON.
 
-    ``own``: the tensors that no file holds. ``used``: the names of the tensors in the files.
+    ``own`` are the tensors that no file holds. ``used`` are the names of the tensors in the files.
     """
 
     structure: dict[str, Any]
@@ -60,7 +60,7 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
         "numbers": asdict(decoder.numbers),
     }
     if sum(tensor.nbytes for tensor in plan.own.values()) > _MAX_OWN:
-        raise UnsupportedLayout("weights that are not those of its files")
+        raise UnsupportedLayout("weights that are not in its files")
     return plan
 
 

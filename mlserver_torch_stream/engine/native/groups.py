@@ -30,6 +30,7 @@ class GroupFormat:
 
     @property
     def offset(self) -> int:
+        """The code that stands for zero."""
         return 128 if self.bits == 8 else 0 if self.minimum else 8
 
     @property
@@ -51,7 +52,7 @@ _FORMATS = (FOUR, FOUR_MIN, EIGHT, EIGHT_MIN, EIGHT_HALVES, EIGHT_MIN_HALVES)
 class Groups:
     """A matrix of weights as small integers in groups.
 
-    ``codes``: ``[outputs, inputs]`` in uint8; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
+    ``codes`` are uint8, ``[outputs, inputs]``; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
 
     A format with two scales has them side by side, ``[outputs, 2 * groups]``.
     """
@@ -102,11 +103,11 @@ def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
 
 
 def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
-    """Returns the order of rows in panels, ``[outputs]``: for each output its row in the stacked parts of ``counts``
-    rows.
+    """Returns the order of rows in panels, ``[outputs]``: the row of each output in the stacked parts, which have
+    ``counts`` rows.
 
-    -1 is an output that pads a panel. ``interleaved``: there are two parts, gates and ups, and each panel has 16 rows
-    of the first and the same 16 rows of the second.
+    -1 is an output that pads a panel. If ``interleaved`` is true, there are two parts, gates and ups, and each panel
+    has the same 16 rows of both.
     """
     rows = torch.arange(sum(counts))
     if not interleaved:

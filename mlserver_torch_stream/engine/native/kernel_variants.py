@@ -1,5 +1,5 @@
-"""The CPU instruction sets, such as AVX2 or AVX512 with bf16, for which wheels have compiled kernels, and the ones
-that this CPU has.
+"""The CPU instruction sets, such as AVX2 or AVX512 with bf16, for which wheels have compiled kernels, and the variants
+that this CPU can run.
 
 Imports the standard library alone: the build of a wheel reads this file without the package.
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 class KernelVariant:
     """One set of CPU instructions, such as AVX512 with bf16, that the kernels are compiled for.
 
-    ``flags``: the names in /proc/cpuinfo that a CPU must have. ``options``: the options of GCC and clang. ``zig_cpu``:
-    the same in the terms of zig, which compiles the libraries of wheels.
+    ``flags`` are the names in /proc/cpuinfo that a CPU must have. ``options`` are the options of GCC and clang.
+    ``zig_cpu`` is the same in the terms of zig, which compiles the libraries of wheels.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Declares the kernels' C interface, structure by structure, and the threads that they run on.
 
-The caller keeps the memory behind a structure's pointers alive. The kernels use libgomp's threads, because these spin
-for a while between the operators of a forward: a second pool would compete with them for the cores.
+The caller keeps the memory that a structure points to alive. The kernels use libgomp's threads, because these spin for
+a while between the operators of a forward: a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KernelShape(Structure):
 
 
 class KernelNorms(Structure):
-    """The float32 weights of a layer's norms, padded to whole panels; null where the layer has no such norm."""
+    """The float32 weights of a layer's norms, padded to whole panels; null if the layer has no such norm."""
 
     NAMES = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
     _fields_ = [(name, c_void_p) for name in NAMES]
@@ -86,7 +86,8 @@ class KernelWeights(Structure):
 class KernelPages(Structure):
     """The pages of one layer, [pages, kv heads, page size, head dim] for keys and for values, in the model's type.
 
-    ``stride``: elements from one page to the next; ``group``: which block tables the layer uses; ``window``: 0 if none.
+    ``stride`` is the number of elements from one page to the next; ``group`` says which block tables the layer uses;
+    ``window`` is 0 if there is none.
     """
 
     _fields_ = [
@@ -126,8 +127,8 @@ class KernelDrawCall(Structure):
 class KernelPagesCall(Structure):
     """One attention call: the queries [tokens, heads, key dim], the output, the pages of a layer, and the block tables.
 
-    ``starts``: tokens in the pages before the step; ``ends``: where the queries of each sequence begin. Strides are in
-    elements.
+    ``starts`` is the number of tokens in the pages before the step; ``ends`` says where the queries of each sequence
+    begin. Strides are in elements.
     """
 
     _fields_ = [

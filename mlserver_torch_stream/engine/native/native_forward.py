@@ -58,7 +58,7 @@ class NativeDraw:
 
 
 _LONG, _POINTER, _TABLE = "q", "q", "i"  # C's int64_t, an address, int32_t
-_BYTES = 8  # of the first two types
+_BYTES = 8  # the size of an element of the first two types
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _as_array(table: Sequence[int]) -> array[int]:
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
 
 
-# The most tokens of one call: their activations (1.5 MB at a width of 1536) should fit the CPU's caches.
+# The maximum number of tokens in one call: their activations (1.5 MB at a width of 1536) should fit the CPU's caches.
 _MAX_TOKENS = 512
 
 
@@ -179,13 +179,13 @@ class NativeForward(LoadedForward):
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
-        # Results hold the draw, too, and may use it later.
+        # A result holds the draw too, and may use it later.
         weakref.finalize(self._draw, kernels.native_destroy, self._handle)
         # An example of a pool's tensors, for pools that no other forward has reserved.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._layers = int(shape.layers)
         self._vocab = int(shape.vocab)
-        self._width = -(-self._vocab // PANEL) * PANEL  # of a row of logits
+        self._width = -(-self._vocab // PANEL) * PANEL  # the width of a row of logits
         self._pages = (c.KernelPages * self._layers)()
         self._cache: weakref.ref[PagedCache] | None = None  # the cache whose pools ``_pages`` describes
         self._step = c.KernelStep(pages=self._pages)
@@ -221,7 +221,7 @@ class NativeForward(LoadedForward):
     def _make_room(self, rows: int) -> None:
         """Allocates ``rows`` rows of logits. The results of earlier steps keep their memory."""
         logits, argmax = torch.empty(rows, self._width), array("q", bytes(8 * rows))
-        self._logits, self._argmax = logits, argmax  # both or none, if there is no memory
+        self._logits, self._argmax = logits, argmax  # allocates both or, without memory, neither
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}
 
@@ -237,7 +237,7 @@ class NativeForward(LoadedForward):
 
     def _point_at(self, cache: PagedCache) -> None:
         """Describes the pools of a cache to the kernels. A cache keeps its pools for as long as it lives."""
-        self._cache = None  # if a pool cannot be reserved, the next step describes all pools anew
+        self._cache = None  # if a pool cannot be reserved, the next step describes all pools again
         self._step.page_size = cache.page_size
         self.reserve(cache)
         for index, entry in enumerate(self._pages):

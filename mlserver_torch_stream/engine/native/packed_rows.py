@@ -33,7 +33,7 @@ class BlockFormat:
 
 
 class PackedRows:
-    """Rows of weights as blocks. ``data``: uint8 ``[outputs, bytes]``. ``kind`` is a name in ``BLOCK_FORMATS``."""
+    """Rows of weights as blocks. ``data`` is uint8, ``[outputs, bytes]``. ``kind`` is a name in ``BLOCK_FORMATS``."""
 
     def __init__(self, kind: str, data: Tensor) -> None:
         self.kind = kind

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 
-_POSITIONS = 2048  # at first: a table for 128,000 positions and 64 dimensions would take 64 MiB
+_POSITIONS = 2048  # the first size of a table, because one for 128,000 positions and 64 dimensions would take 64 MiB
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A rotary module of transformers, or its ``RotaryAngles``. It gets a tensor of the wanted dtype and the positions."""
@@ -24,14 +24,14 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class RotaryAngles:
     """Computes the cosines and sines of transformers' rotary modules of the static kinds, without their code.
 
-    ``frequencies``: ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
+    ``frequencies`` have the shape ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
     """
 
     frequencies: Tensor
     scale: float
 
     def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines in the dtype of ``x``. ``positions``: ``[rows, tokens]``."""
+        """Returns cosines and sines in the dtype of ``x``. ``positions`` have the shape ``[rows, tokens]``."""
         angles = positions[..., None].float() * self.frequencies.float()
         both = torch.cat((angles, angles), dim=-1)
         return (both.cos() * self.scale).to(x.dtype), (both.sin() * self.scale).to(x.dtype)
@@ -39,13 +39,14 @@ class RotaryAngles:
 
 @dataclass(frozen=True, slots=True)
 class KindRotary:
-    """The part of a rotary module of transformers for one kind of layers, such as those with a window."""
+    """The part of a rotary module of transformers for one kind of layers, such as layers with a window."""
 
     module: Any
     kind: str
 
     @property
     def inv_freq(self) -> Tensor:
+        """The inverse frequencies, ``[rotated dimensions / 2]``."""
         found: Tensor = getattr(self.module, f"{self.kind}_inv_freq")
         return found
 
@@ -84,7 +85,8 @@ def _angles_of(module: Any) -> RotaryAngles:
 class RotaryTable:
     """The cosines and sines of all positions so far, in float32.
 
-    ``cos`` and ``sin``: ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence needs it.
+    ``cos`` and ``sin`` have the shape ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence
+    needs it.
     """
 
     def __init__(self, rotary: Rotary | LayerRotary) -> None:
@@ -94,13 +96,16 @@ class RotaryTable:
 
     @property
     def ropes(self) -> int:
+        """The number of different ropes."""
         return len(self._ropes)
 
     @property
     def half(self) -> int:
+        """Half of the rotated dimensions of a head."""
         return int(self.cos.shape[2])
 
     def reach(self, positions: int) -> None:
+        """Extends the table to at least ``positions`` positions."""
         if positions > self.cos.shape[0]:
             self.cos, self.sin = self._make(max(positions, 2 * self.cos.shape[0]))
 
@@ -113,7 +118,7 @@ class RotaryTable:
 
 
 def _halves(rope: Rotary, positions: int) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of one half of the rotated dimensions; the other half has the same ones."""
+    """Returns the cosines and sines of one half of the rotated dimensions; the other half has the same values."""
     x = torch.zeros(1, dtype=torch.float32)
     cos, sin = (part[0].float() for part in rope(x, torch.arange(positions)[None]))
     half = cos.shape[1] // 2

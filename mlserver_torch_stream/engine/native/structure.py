@@ -82,7 +82,8 @@ def _first(pairs: Iterator[tuple[str, Any]]) -> str | None:
     return next((f"{name} {value!r}" for name, value in on), None)
 
 
-# Rotary embeddings whose angles depend on the position alone; dynamic ones depend on the longest sequence so far.
+# Rotary embeddings whose angles depend on the position alone; the angles of dynamic ropes depend on the longest
+# sequence.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 # The names of a layer's norms, by their role: before or after the attention and the MLP.
 _NORM_ROLES = (
@@ -118,7 +119,7 @@ class DecoderLayer:
     gate_up: Projection  # two parts: gates and ups
     down: Projection
     norms: dict[str, Tensor]
-    rope: int  # 1 for the first rope of ``LayerRotary``; 0: the layer has no positions
+    rope: int  # 1 for the first rope of ``LayerRotary``; 0 if the layer has no positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,9 @@ class Decoder:
 
     @property
     def projections(self) -> list[Projection]:
+        """All projections: the head, the projections of each layer, and the embedding if it is packed apart from the
+        head.
+        """
         layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
         return [self.head, *layers, *([] if self.table is None else [self.table])]
 
@@ -219,7 +223,7 @@ class _StructureReader:
     noted: dict[str, set[Any]] = field(default_factory=dict)
 
     def shared_values(self) -> dict[str, Any]:
-        """Returns the noted values, each by its name. Raises UnsupportedLayout if layers differ in one."""
+        """Returns the noted values, each by its name. Raises UnsupportedLayout if layers differ in a field."""
         for name, values in self.noted.items():
             if len(values) != 1:
                 raise UnsupportedLayout(f"layers differ in {name}: {sorted(values, key=str)}")
@@ -249,7 +253,8 @@ class _StructureReader:
     def layer(self, layer: Any, kinds: Sequence[str]) -> DecoderLayer:
         """Reads a layer.
 
-        ``kinds``: the kinds of layers, in the order of their ropes; empty: all layers have the same rope.
+        ``kinds`` are the kinds of layers, in the order of their ropes; an empty value means that all layers have the
+        same rope.
         """
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
         norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES

@@ -29,7 +29,7 @@ from mlserver_torch_stream.engine.native.packed_rows import PackedRows
 from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Rounding, quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
-_COMPARED = 8  # inputs of each output
+_COMPARED = 8  # the number of inputs of each output that are compared
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
@@ -43,14 +43,15 @@ class Packer:
 
 
 class GroupedMatrix:
-    """One matrix of a projection, such as that of queries, keys and values, made of stacked ``parts``.
+    """One matrix of a projection, made of stacked ``parts`` such as queries, keys and values.
 
     Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, names the stacked row of each output in
-    the panels. ``interleaved``: the parts are the gates and the ups of an MLP, and each panel takes 16 rows of both.
+    the panels. ``interleaved`` means that the parts are the gates and the ups of an MLP, and each panel takes 16 rows
+    of both.
     """
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
-        """``rounded``: the format to which dense parts are rounded."""
+        """``rounded`` is the format to which dense parts are rounded."""
         self._parts = parts
         self._rounded = rounded
         self.format = common_format([p.format if isinstance(p, PackedRows) else self._rounded for p in parts])
@@ -59,16 +60,18 @@ class GroupedMatrix:
 
     @property
     def number(self) -> int:
+        """The number by which the kernels know the format."""
         return self.format.number
 
     @property
     def bytes(self) -> int:
+        """The size of the packed matrix."""
         return panel_bytes(self.format, len(self.order), self._inputs)
 
     def pack(self, to: Tensor, packer: Packer) -> None:
         """Writes the panels to ``to``, as bytes.
 
-        Raises UnsupportedLayout, also if the kernels do not read these weights back.
+        Raises UnsupportedLayout, for example if the kernels do not read these weights back.
         """
         blocks = [part for part in self._parts if isinstance(part, PackedRows)]
         if len(blocks) == len(self._parts):
@@ -124,7 +127,7 @@ class GroupedMatrix:
         codes = torch.full((count, self._inputs), self.format.offset, dtype=torch.uint8)
         scales = torch.zeros(count, groups * self.format.scales)
         minima = torch.zeros(count, groups) if self.format.minimum else None
-        first = 0  # row of the part among the stacked ones
+        first = 0  # the row of the part in the stacked matrix
         for part in self._parts:
             places = ((order >= first) & (order < first + part.shape[0])).nonzero().flatten()
             rows = order[places] - first
@@ -151,7 +154,7 @@ class PackedWeights:
     """
 
     def __init__(self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None) -> None:
-        """``rounded``: the format to which dense weights are rounded; None: they are not rounded. Raises
+        """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded. Raises
         UnsupportedLayout."""
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
@@ -177,7 +180,7 @@ class PackedWeights:
     def _panels(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | DenseMatrix:
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
             return DenseMatrix(projection.weights, self._dtype, interleaved)
-        rounding = self._rounded or ROUNDED["int8"]  # for the dense tensors of a file with packed weights
+        rounding = self._rounded or ROUNDED["int8"]  # dense tensors of a file with packed weights are rounded too
         format = rounding.head if projection is self._decoder.head else rounding.layers
         return GroupedMatrix(projection.weights, format, interleaved)
 
@@ -243,7 +246,7 @@ class DenseMatrix:
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
-    """Returns at least ``size`` bytes in large pages (2 MiB), which begin with such a page."""
+    """Returns at least ``size`` bytes in large pages (2 MiB), beginning at the start of such a page."""
     buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % _LARGE_PAGE :]
     kernels.native_use_large_pages(buffer.data_ptr(), size)

@@ -22,7 +22,7 @@ import torch
 from mlserver_torch_stream.engine.cache.pages import Batch
 
 K = TypeVar("K", bound=Hashable)
-Pages = Mapping[int, set[int]]  # for each group
+Pages = Mapping[int, set[int]]  # the pages of each group
 
 _STATES = -1  # states count as another group, whose pages are the slots
 _NONE: set[int] = set()
@@ -32,7 +32,7 @@ _NONE: set[int] = set()
 class _Use:
     """The pages that a batch uses.
 
-    ``written``: those of new tokens and targets of copies; ``copied``: sources of copies.
+    ``written`` are the pages of new tokens and the targets of copies; ``copied`` are the sources of copies.
     """
 
     written: Pages
@@ -113,7 +113,8 @@ class InFlightForwards(Generic[K, T]):
     called_at_launch = False  # a thread calls the forward after ``launch`` has returned
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
-        """``threads``: the number of torch's threads in each forward's thread, which would otherwise use all cores."""
+        """``threads`` is the number of torch's threads in each forward's thread, which would otherwise use all
+        cores."""
         self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []

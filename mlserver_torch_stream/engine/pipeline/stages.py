@@ -93,7 +93,7 @@ class Transfers:
         self._asides = {device: torch.cuda.Stream(device) for device in self._streams}
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns a stream for work on complete outputs, which is not queued behind the work of other batches."""
+        """Returns a stream for work on complete outputs, which does not wait for the work of other batches."""
         return torch.cuda.stream(self._asides[device]) if device in self._asides else nullcontext()
 
     def bring(
@@ -135,7 +135,7 @@ class Pipeline:
     """The stages of one copy of the weights, which several engines can use.
 
     Each thread has ``threads`` threads of torch. ``serial_python`` does not suit models whose code waits for a device
-    midway: all other forwards would wait, too.
+    midway: all other forwards would wait too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
@@ -150,10 +150,12 @@ class Pipeline:
 
     @property
     def depth(self) -> int:
+        """The number of stages."""
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:
-        """Runs ``forward``, which waits before each stage until that is free, and leaves the last stage afterwards."""
+        """Runs ``forward``, which waits before each stage until the stage is free, and leaves the last stage
+        afterwards."""
         position = self._here.position = _StagePosition(self._python)
         try:
             return forward()
@@ -169,7 +171,8 @@ class Pipeline:
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Waits for the stage inside ``run``. Outside of it, in the checks at load, no other forward runs."""
-        position: _StagePosition | None = getattr(self._here, "position", None)  # of this thread's forward
+        # The stage that this thread's forward has reached.
+        position: _StagePosition | None = getattr(self._here, "position", None)
         if position is None:
             return None
         position.enter(stage)

@@ -40,9 +40,10 @@ def draw(
     """Returns one column for each row, or ``FAILED``.
 
     ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
-    the columns, if those are not the vocabulary. Each filter keeps the same set as in transformers, but all values tied
-    at the boundary, so that the set depends on the row alone. If the columns are the vocabulary, ``row_draw`` draws
-    first, except rows that are ``drawn_unchanged``: it has drawn those from the forward's logits already.
+    the columns, if the columns are not the vocabulary. Each filter keeps the same set as in transformers, but all
+    values tied at the boundary, so that the set depends on the row alone. If the columns are the vocabulary,
+    ``row_draw`` draws first, except for rows that are ``drawn_unchanged``, which it has already drawn from the
+    forward's logits.
     """
     vocab_size = work.shape[1]
     chosen = [UNDECIDED] * len(rows)
@@ -181,7 +182,7 @@ def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSa
 
 
 def _draw_tail(work: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Returns token ids, int64 [n], for unfiltered rows whose token lies beyond the head."""
+    """Returns token ids, int64 [n], for unfiltered rows whose token is beyond the head."""
     last = work.topk(FEW, dim=-1).values[:, -1:]
     temperature = _column(work, [row.temperature for row in rows])
     noise = gumbel([row.noise_key for row in rows], torch.arange(work.shape[1], device=work.device))

@@ -221,7 +221,7 @@ class LogitAdjuster:
         return [token_id for token_id in next_forced if token_id not in banned], banned
 
     def edits(self) -> RowEdits | None:
-        """Returns the changes of the sequence's next logits before sampling; None: no change."""
+        """Returns the changes of the sequence's next logits before sampling; None means no change."""
         if self.never_edits:
             return None
         forced, banned = self._forced_and_banned()

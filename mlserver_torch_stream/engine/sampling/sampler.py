@@ -43,8 +43,8 @@ def sample(
     """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
 
     ``logits``, [B, V], have any float dtype and device, and stay unchanged. ``indices`` are the rows of ``logits`` that
-    ``rows`` sample from; None: all, in order. V is at least the rows' ``vocab_size``; later columns are padding. A row
-    fails alone if its logits hold NaN or no token can be chosen. ``argmax`` and ``row_draw`` come from ``Logits``:
+    ``rows`` sample from; None means all, in order. V is at least the rows' ``vocab_size``; later columns are padding. A
+    row fails alone if its logits hold NaN or no token can be chosen. ``argmax`` and ``row_draw`` come from ``Logits``:
     torch reads only the rows for which neither of them gives a token.
     """
     indices = range(len(rows)) if indices is None else indices
@@ -130,7 +130,7 @@ def _choose(
 ) -> list[int]:
     """Returns a column for each row, or ``FAILED``.
 
-    ``ids``: the tokens of the columns, unless they are the vocabulary.
+    ``ids`` are the tokens of the columns, unless they are the vocabulary.
     """
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):
@@ -180,7 +180,7 @@ _ROWS_AT_A_TIME = 64  # with 150,000 tokens they take 40 MB in float32
 def prompt_scores(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
     """Returns the log-probabilities of tokens under the rows of ``logits`` before them, with ``top`` alternatives each.
 
-    ``logits``: [B, V], as in ``sample``; at most ``_ROWS_AT_A_TIME`` rows are widened to float32 at a time.
+    ``logits`` are [B, V], as in ``sample``; at most ``_ROWS_AT_A_TIME`` rows are widened to float32 at a time.
     """
     scores: list[TokenLogprob] = []
     for start in range(0, len(token_ids), _ROWS_AT_A_TIME):
@@ -209,6 +209,7 @@ class SamplerFactory:
             return prompt_scores(logits[:, : self._vocab_size], token_ids, params.prompt_logprobs or 0)
 
     def begin(self, request: RequestState) -> None:
+        """Gives each sequence of ``request`` a sampler."""
         params, constraint = request.params, request.input.constraint
         seed = secrets.randbits(63) if params.seed is None else params.seed
         bad_words = self._codec.bad_words_ids(params.bad_words) if params.bad_words else ()

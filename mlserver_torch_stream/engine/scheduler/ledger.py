@@ -26,9 +26,10 @@ TokenIds = Callable[[int, int], Sequence[int]]
 
 
 class SequencePages:
-    """The pages of one sequence. Its first ``computed`` tokens are in them, or will be after the forwards in flight.
+    """The pages of one sequence. The pages hold its first ``computed`` tokens once the forwards in flight have
+    returned.
 
-    The pool can find the first ``named`` full pages by their tokens; the first ``written`` of these are known to be
+    The pool can find the first ``named`` full pages by their tokens; the first ``written`` of them have certainly been
     written. A step's batch refers to the ``tables`` themselves: they do not change before its forward has returned, and
     ``clear`` makes new tables.
     """
@@ -277,8 +278,8 @@ class StepPart:
 
     ``samples`` are the sequences that get a token from this part's logits: none for a chunk before the end of a prompt,
     all ``n`` sequences of the request for the last chunk, and the sequence itself while it decodes. ``drafts`` are the
-    guessed tokens at the end of the part, which the step verifies. ``prefills``: the part is a chunk of a prompt, or of
-    a sequence that resumes after preemption.
+    guessed tokens at the end of the part, which the step verifies. ``prefills`` means that the part is a chunk of a
+    prompt, or of a sequence that resumes after preemption.
     """
 
     sequence: SequenceState
@@ -330,6 +331,7 @@ class ScheduledSequence:
 
     @property
     def computed(self) -> int:
+        """The number of tokens whose keys and values are in its pages."""
         return self.pages.computed
 
     @property
@@ -348,6 +350,7 @@ class ScheduledSequence:
 
     @property
     def priority(self) -> int:
+        """The request's priority; 1 is the highest."""
         return self.order[0]
 
     @property
@@ -357,6 +360,7 @@ class ScheduledSequence:
 
     @property
     def holds_something(self) -> bool:
+        """Whether the sequence holds pages or a state slot."""
         return any(self.pages.held) or self.slot != NO_SLOT
 
     def needed(self, limits: SchedulerLimits) -> list[int]:
@@ -406,8 +410,8 @@ class ScheduledSequence:
 class PageLedger:
     """Records what each sequence holds in the KV cache: its pages, and the slot of its states.
 
-    A sequence loses all of it, and is computed again, if its forward failed, if the forward of a sequence whose pages
-    it shares failed, or if another sequence needs its pages.
+    A sequence loses its pages and its slot, and is computed again, if its forward failed, if the forward of a sequence
+    with which it shares pages failed, or if another sequence needs its pages.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, *, finds: bool) -> None:
@@ -500,7 +504,8 @@ class PageLedger:
     def _void(self, failed: Sequence[ScheduledSequence]) -> list[SequenceState]:
         """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
 
-        Those may have named further pages since then, which other sequences share in turn.
+        The restarted sequences may have named further pages since then. Sequences that share these pages are restarted
+        as well.
         """
         found = [scheduled for scheduled in failed if scheduled.part is not None]
         sharing: dict[ScheduledSequence, None] = {}
@@ -518,8 +523,9 @@ class PageLedger:
 
         ``spoiled`` sequences have NaN in their logits. Some forwards write NaN to the tokens before them too, and so to
         pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares pages that
-        another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence wrote. So
-        among spoiled sequences that share pages the first one ends.
+        another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence wrote. Of
+        several spoiled sequences that share pages, only the sequence that wrote the pages fails; the others are
+        computed again.
         """
         size, writers = self._spec.page_size, dict[tuple[int, int], StepPart]()
         sampled = set[SequenceState]()
@@ -547,7 +553,7 @@ class PageLedger:
         return {*void, *(scheduled.sequence for scheduled in doubted)}
 
     def restart(self, scheduled: ScheduledSequence) -> None:
-        """Takes back all that a sequence holds, so that it is computed again."""
+        """Takes back the pages and the slot of a sequence, so that it is computed again."""
         self.clear(scheduled)
         scheduled.began_anew = True
         scheduled.restarts = scheduled.admitted

@@ -1,4 +1,4 @@
-"""Orders the waiting requests by priority and fair shares, and refuses those that cannot run within the limits.
+"""Orders the waiting requests by priority and fair shares, and refuses requests that cannot run within the limits.
 
 The order and the refusals read no clock and import no torch. The same checks hold for every batcher.
 """
@@ -26,9 +26,9 @@ class SchedulerLimits:
     ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
 
     ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
-    sequences decode, because these wait for its end. None: no bound. The newest token of a sequence that decodes does
-    not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at least:
-    where each chunk is a separate forward, many short ones would delay the sequences that decode. With
+    sequences decode, because these wait for its end. None means no bound. The newest token of a sequence that decodes
+    does not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at
+    least: if each chunk is a separate forward, many short chunks would delay the sequences that decode. With
     ``whole_prompts`` a step takes at most one prompt, and takes it whole.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
@@ -45,7 +45,9 @@ class SchedulerLimits:
     beside_budget: int | None = None
 
     def budget(self, *, decodes: bool) -> float:
-        """Returns the most prompt tokens and drafts of one step; ``decodes``: sequences decode in it."""
+        """Returns the maximum number of prompt tokens and drafts in one step; ``decodes`` means that sequences decode
+        in it.
+        """
         budgets = (self.token_budget, self.beside_budget if decodes else None)
         return min((each for each in budgets if each is not None), default=math.inf)
 
@@ -94,7 +96,7 @@ def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt:
 
 
 def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: int) -> int:
-    """Returns the most tokens, prompt included, of a single sequence that the cache can hold."""
+    """Returns the maximum length of a single sequence, prompt included, that the cache can hold."""
     return largest(max_model_len, lambda length: fits_alone(spec, limits, 1, length, length))
 
 
@@ -103,10 +105,10 @@ class QueueLimits:
     """The limits of the queue and of times. Times are in seconds. None means no limit."""
 
     max_queued_requests: int = 256  # waiting requests
-    max_queued_tokens: int | None = None  # of the prompts of waiting requests
-    queue_timeout: float | None = None  # from submit to the start of the prefill
-    request_timeout: float | None = None  # from submit to the last token, for requests without a timeout of their own
-    step_timeout: float | None = None  # for a forward of up to ``chunk`` tokens
+    max_queued_tokens: int | None = None  # the total length of the waiting prompts
+    queue_timeout: float | None = None  # seconds from submit to the start of the prefill
+    request_timeout: float | None = None  # seconds from submit to the last token, for requests that name no timeout
+    step_timeout: float | None = None  # seconds that a forward of up to ``chunk`` tokens may take
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
@@ -122,10 +124,10 @@ _MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short
 class FairQueue:
     """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
 
-    A request's tag is the virtual time plus its work (the most tokens that it can need) times the number of its
-    client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier long
-    ones, and a client that floods the queue passes no other. The virtual time grows with each admission, so no request
-    waits for ever.
+    A request's tag is the virtual time plus its work (the maximum number of tokens that it can need) times the number
+    of its client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier
+    long ones, and a client that floods the queue does not overtake other clients. The virtual time grows with each
+    admission, so no request waits forever.
     """
 
     def __init__(self) -> None:
@@ -133,7 +135,7 @@ class FairQueue:
         self._overtaken: Counter[RequestState] = Counter()
         self._backlog: Counter[str] = Counter()
         self._virtual_time = 0.0
-        self.tokens = 0  # of the prompts
+        self.tokens = 0  # the total length of the waiting prompts
 
     def __len__(self) -> int:
         return len(self._tags)
@@ -183,7 +185,7 @@ class FairQueue:
 
 
 class ServiceRate:
-    """Estimates how long requests take, from those that have ended."""
+    """Estimates how long requests take, from the requests that have ended."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -210,7 +212,7 @@ Refusal = Callable[[int, int, int], str | None]
 class Admission:
     """Checks requests before they are queued. The checks raise InvalidInput, which names the field, or QueueFull.
 
-    It counts the requests in the engine's inbox: those that are submitted but not yet accepted by the batcher.
+    It counts the requests in the engine's inbox, which are submitted but not yet accepted by the batcher.
     """
 
     def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
@@ -221,6 +223,7 @@ class Admission:
         self.service_rate = ServiceRate()
 
     def submitted(self, requests: Sequence[RequestState]) -> None:
+        """Counts requests that are on their way to the engine's thread as queued."""
         self._submitted += len(requests)
         self._submitted_tokens += sum(len(request.prompt) for request in requests)
 
@@ -269,7 +272,7 @@ class Admission:
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
-        """Returns the most tokens, prompt included, of one sequence of a request with ``prompt`` tokens of prompt.
+        """Returns the maximum length, prompt included, of a sequence whose request has a prompt of ``prompt`` tokens.
 
         Without ``max_tokens`` it is at most the length at which all sequences of the request fit the cache together.
         """

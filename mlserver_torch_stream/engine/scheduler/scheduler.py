@@ -20,13 +20,16 @@ from mlserver_torch_stream.types import TokenLogprob
 
 Busy = Collection[SequenceState]
 Drafts = Callable[[SequenceState, int], Sequence[int]]
-"""A callable that guesses the next tokens of a sequence while a number of sequences decode; it may return none."""
+"""A callable that gets a sequence and the number of decoding sequences, and returns guesses of the next tokens, if
+any.
+"""
 
-# Each running sequence must have pages for so many further tokens when a prompt is admitted. Measured with 150 requests
+# Each running sequence must have pages for this many further tokens when a prompt is admitted. Measured with 150
+# requests
 # of about 60 tokens, at most 32 at a time, in a full cache with pages of 16: 0 gave 32 preemptions in 206 steps, 8 gave
 # none in 224 steps, 16 gave none in 245 steps.
 _SOON = 8
-# The most rows of logits of prompts that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
+# The maximum number of prompt rows that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
 _MAX_SCORED_ROWS = 256
 
 
@@ -58,7 +61,8 @@ class StepDraft:
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: PromptBudget | None = None
     ) -> None:
-        """``decodes``: whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of prompts."""
+        """``decodes`` says whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of
+        prompts."""
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[ScheduledSequence, StepPart] = {}
@@ -75,6 +79,7 @@ class StepDraft:
 
     @property
     def takes_prompts(self) -> bool:
+        """Whether the step has room for more prompt tokens."""
         if self._limits.whole_prompts:
             return not self._prompt_tokens
         return min(self.left, self._cost_left, self._rows_left) > 0
@@ -154,19 +159,19 @@ class Scheduler:
     their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
-    tokens)``, then its sequences accept their tokens; then ``release`` of those that ended. Tokens verify the drafts of
-    a part, so a part with drafts advances after its sequence has accepted them.
+    tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Tokens verify the
+    drafts of a part, so a part with drafts advances after its sequence has accepted them.
 
     A sequence may take pages from admitted sequences after it: the last one is preempted, and computed again when there
-    are pages. So the first sequence always advances. The order of the parts in a batch matters, too: a part may read
+    are pages. So the first sequence always advances. The order of the parts in a batch matters too: a part may read
     pages that an earlier part, or an earlier batch, writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
         """``drafts`` guesses the next tokens of a sequence.
 
-        A model with states, or one that takes prompts whole, cannot continue from pages alone: it gets no drafts and no
-        prefix cache.
+        A model with states, or one that takes prompts whole, cannot continue from pages alone: it has neither drafts
+        nor a prefix cache.
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
@@ -228,8 +233,8 @@ class Scheduler:
     def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
         """Plans the next step. Sequences of ``busy``, which are in flight, are left out and keep their pages.
 
-        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None: only the limits bound
-        them.
+        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that only the
+        limits bound them.
         """
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)
@@ -277,7 +282,7 @@ class Scheduler:
         scheduled.look_up()
         if draft.writes_next(scheduled):
             return
-        # Also if the prefix cache has all tokens but the last: this step has not counted it among those that decode.
+        # Even if the prefix cache has all tokens but the last, this step has not counted it as a decoding sequence.
         self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
 
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
@@ -322,7 +327,7 @@ class Scheduler:
             return False
         reserved = self._reserved()
         if not self.ledger.fits(reserved):
-            return False  # before the queue's prompts are looked up in the prefix cache in vain
+            return False  # saves useless look-ups of the queue's prompts in the prefix cache
 
         def fits(request: RequestState) -> bool:
             if request.params.n > places or request.input.priority >= below:
@@ -369,7 +374,7 @@ class Scheduler:
         return [pages] * len(self._spec.groups)
 
     def _reserved(self) -> list[int]:
-        """Returns the pages that running sequences need soon, and those that the rest of begun prompts needs."""
+        """Returns the pages that running sequences need soon, plus the pages for the rest of begun prompts."""
         reserved = self._soon_needed()
         for scheduled in self.admitted:
             if not scheduled.decodes and not scheduled.restarts:
@@ -394,8 +399,8 @@ class Scheduler:
         return least
 
     def _victim(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> ScheduledSequence | None:
-        """Returns the last sequence after this one that holds pages and is neither in this step nor in flight; None if
-        none is."""
+        """Returns the last sequence after this one that holds pages and is neither in this step nor in flight, or
+        None."""
         after = takewhile(lambda each: each is not scheduled, reversed(self.admitted))
         idle = (each for each in after if each.sequence not in busy and each not in draft)
         return next((each for each in idle if each.holds_something), None)

@@ -101,13 +101,13 @@ class Batcher(ABC):
             self._counts[name] += number
 
     def close(self) -> None:  # noqa: B027 most batchers have no threads
-        """Returns when none of its forwards runs any more. It is not stepped afterwards."""
+        """Returns once no forward of it is running. It is not stepped afterwards."""
 
 
 class BatcherReplacement:
     """Makes new batchers with ``rebuild`` for an engine whose thread has died.
 
-    If ``rebuild`` is None, it makes none.
+    If ``rebuild`` is None, no batcher is made.
     """
 
     def __init__(self, rebuild: Callable[[], Batcher] | None) -> None:
@@ -124,7 +124,7 @@ class BatcherReplacement:
         try:
             return None if self._rebuild is None else self._rebuild()
         except Exception:
-            logger.exception("the engine could not be started anew")
+            logger.exception("the engine could not be restarted")
             return None
 
 

@@ -1,8 +1,8 @@
 """Holds the result of a step: which parts were computed, and the tokens that their sequences get.
 
 The next tokens of all sequences are chosen together, and drafts are verified with the tokens that are chosen. If the
-forward of all sequences raises, halves of the batch run again, until each sequence that fails is known. That is safe
-for its pages: a sequence writes the same keys and values to the same pages. The copies of the batch are not made again,
+forward of all sequences raises, halves of the batch run again, until each sequence that fails is known. That is safe,
+because a sequence writes the same keys and values to the same pages again. The copies of the batch are not made again,
 as another sequence may have taken the source page.
 """
 
@@ -101,18 +101,20 @@ def no_result() -> StepResult:
 
 
 def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
-    """Returns the result of a step whose forward computed all parts of the plan. ``logits``: [wanted tokens, vocab]."""
+    """Returns the result of a step whose forward computed all parts of the plan. ``logits`` are [wanted tokens,
+    vocab].
+    """
     return StepResult(_rows(plan.parts), logits)
 
 
 def in_halves(
     plan: StepPlan, void: Collection[SequenceState], run: Callable[[Batch], Logits], error: Exception
 ) -> StepResult:
-    """Runs the parts of a plan again after the forward of all parts raised ``error``; parts of ``void`` sequences not.
+    """Runs the parts of a plan again after the forward of all parts raised ``error``; parts of ``void`` sequences are
+    left out.
 
-    It runs the first half and the second half, and halves again what raises again. A part that raises alone has failed.
-    If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not run
-    again.
+    It runs each half, and splits a half that raises again. A part that raises alone has failed. If only the batch as a
+    whole fails, for example for lack of memory, no part fails. A plan of one part is not run again.
     """
     result = no_result()
     if len(plan.parts) == 1:

@@ -45,8 +45,8 @@ class InlineForwards(Generic[K, T]):
     """Runs forwards on the engine's thread.
 
     With ``overlap`` a call of the forward returns before its device is done, as on a GPU, and ``launch`` makes the
-    call. Otherwise the call lasts until the logits are computed, and ``completed`` makes it. ``called_at_launch`` says
-    which of the two holds.
+    call. Otherwise the call lasts until the logits are computed, and ``completed`` makes it. ``called_at_launch`` is
+    true if ``launch`` makes the call.
     """
 
     most = 1
@@ -75,7 +75,7 @@ class InlineForwards(Generic[K, T]):
 
 
 class _Call(Generic[T]):
-    """A call whose result is read later, like that of a ``Future``."""
+    """A call whose result is read later, as with a ``Future``."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
@@ -114,13 +114,13 @@ class ContinuousBatcher(Batcher):
     """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
     With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
-    waits for one of them. ``flights`` runs the forwards; None: ``InFlightForwards`` with a pipeline, ``InlineForwards``
-    without. Where they overlap with the engine's thread, a step is launched before the text of the step before it is
-    made. If that text ends a sequence, the sequence's token of the launched step is dropped. ``drafts_forced``: tokens
-    that a constraint forces are computed together. ``step_target`` is the desired time, in seconds, of a step in which
-    sequences decode: the step takes as many prompt tokens as fit into it, within the limits, but at least a page. None:
-    only the limits bound the step. ``check_devices`` raises if a device is lost: no request is to blame, so the error
-    ends the thread.
+    waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
+    ``InlineForwards`` without. If they overlap with the engine's thread, a step is launched before the text of the step
+    before it is made. If that text ends a sequence, the sequence's token of the launched step is dropped.
+    ``drafts_forced`` means that tokens that a constraint forces are computed together. ``step_target`` is the desired
+    time, in seconds, of a step in which sequences decode: the step takes as many prompt tokens as fit into it, within
+    the limits, but at least a page. None means that only the limits bound the step. ``check_devices`` raises if a
+    device is lost: no request is to blame, so the error ends the thread.
     """
 
     def __init__(
@@ -221,7 +221,9 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
-        """Returns the bound of the prompt tokens of a step beside ``rows`` decode rows, which wait for it."""
+        """Returns the bound of the prompt tokens of a step beside ``rows`` decode rows, which wait for it; None
+        means no bound.
+        """
         if self._step_target is None or not rows:
             return None
         return self._cost.budget(self._step_target, rows, self._min_prompt_tokens)

@@ -1,9 +1,9 @@
 """Drafts the next tokens of sequences: forced by a constraint, or looked up in their own text.
 
 A draft is worth its time if the probability that it is accepted, times the cost of a token without drafts, exceeds the
-time that one more token adds to a step. Both are measured while the engine runs, so nothing is drafted where it does
-not pay: in prose, or beside many sequences. The acceptance rate is measured for each size of the n-gram that was found,
-in each sequence and in all sequences together; the rate of all is the prior of a new sequence.
+time that one more token adds to a step. Both are measured while the engine runs, so nothing is drafted when it does not
+pay, as in prose or beside many sequences. The acceptance rate is measured for each size of the n-gram that was found,
+in each sequence and in all sequences together; the rate of all sequences is the prior for a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -30,15 +30,16 @@ class NgramIndex:
 
     def __init__(self, window: int = _WINDOW) -> None:
         self._window = window
-        self._tokens: list[int] = []  # the last ones, at least ``window``
-        self._first = 0  # the position of the first of them
+        self._tokens: list[int] = []  # the newest tokens, at least ``window`` of them
+        self._first = 0  # the position of the first token in ``_tokens``
         self._after: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
-        """The tokens of the sequence, also those before the window."""
+        """Returns the length of the sequence, including the tokens before the window."""
         return self._first + len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Adds the newest tokens of the sequence, and forgets what leaves the window."""
         if len(tokens) > self._window:
             self._first = len(self) + len(tokens) - self._window
             self._tokens.clear()
@@ -65,7 +66,7 @@ class NgramIndex:
 
     @property
     def matching(self) -> int:
-        """The size of the longest n-gram at the end of the sequence that occurred before; 0: there is none."""
+        """The length of the longest n-gram at the sequence's end that occurred before; 0 means that there is none."""
         return self._find()[0]
 
     def lookup(self, most: int) -> list[int]:
@@ -86,12 +87,13 @@ class NgramIndex:
         return 0, 0
 
 
-_DECAY = 0.8  # of a sequence's counts, at each verification of its drafts
-_DECAY_OF_ALL = 0.98  # of the counts of all sequences together, at the same moment
-_DECAY_WITHOUT_DRAFT = 0.98  # of a sequence's counts, at each step in which no draft of it is worth its time
-# Of the rejections of all sequences, at each step without a worthwhile draft, so that drafts are tried again later.
+_DECAY = 0.8  # the factor for a sequence's counts at each verification of its drafts
+_DECAY_OF_ALL = 0.98  # the factor for the counts of all sequences together, at the same moment
+_DECAY_WITHOUT_DRAFT = 0.98  # the same at each step in which none of the sequence's drafts is worth its time
+# The factor for the rejections of all sequences at each step without a worthwhile draft, so that drafts are tried
+# again.
 _DECAY_OF_REJECTIONS = 0.998
-_PRIOR_WEIGHT = 2.0  # the rate of all sequences weighs as much as so many verifications of one sequence
+_PRIOR_WEIGHT = 2.0  # the rate of all sequences weighs as much as this many verifications of one sequence
 _MARGIN = 1.25  # how many times its own cost a draft must save
 
 
@@ -128,7 +130,7 @@ class PromptLookup:
     def __init__(self, most: int) -> None:
         self._most = most
         self._drafted: dict[SequenceState, _Drafted] = {}
-        self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # of all sequences
+        self._all: dict[int, _Counts] = defaultdict(lambda: _Counts(1.0, 1.0))  # the counts of all sequences together
         self.cost = StepCost()
 
     def drafts(self, sequence: SequenceState, running: int) -> list[int]:
@@ -159,7 +161,7 @@ class PromptLookup:
         return count
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
-        """Records how many drafts of a sequence were accepted: all, or those before the first wrong one."""
+        """Records how many drafts of a sequence were accepted: all of them, or the ones before the first wrong one."""
         if (state := self._drafted.get(sequence)) is not None:
             state.counts[state.size].note(drafted, accepted, _DECAY)
             self._all[state.size].note(drafted, accepted, _DECAY_OF_ALL)
@@ -172,8 +174,8 @@ class PromptLookup:
 class Drafter:
     """Makes the drafts of all sequences. One thread calls its methods.
 
-    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted.
-    Each of those is accepted and saves its sequence a step, so their worth need not be measured.
+    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted. A
+    forced token is always accepted and saves its sequence a step, so its worth is not measured.
     """
 
     def __init__(self, lookup: PromptLookup | None, forced: bool) -> None:

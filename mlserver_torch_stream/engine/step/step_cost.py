@@ -13,20 +13,20 @@ from mlserver_torch_stream.engine.scheduler.queue import PromptBudget
 _OF_STEP = 0.1
 _OF_ROW = 0.35
 _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
-_KEPT_ROWS = 0.98  # of the weight of earlier steps: about the last fifty count
-_KEPT_PROMPTS = 0.9  # likewise of steps with prompts: about the last ten count
-_KEPT_KEYS = 0.99  # likewise of the share of keys in the time of a prompt token, which the machine's speed leaves alone
+_KEPT_ROWS = 0.98  # the factor for the weight of earlier steps: about the last fifty count
+_KEPT_PROMPTS = 0.9  # the factor for steps with prompts: about the last ten count
+_KEPT_KEYS = 0.99  # the factor for the share of keys in a prompt token's time, which changes little
 _KEY_SPREAD = 1e4  # sum of squared distances of the prompts' mean numbers of keys from their mean
-_KEPT_ERRORS = 0.95  # of the relative errors of earlier predictions: about the last twenty count
+_KEPT_ERRORS = 0.95  # the factor for the relative errors of earlier predictions: about the last twenty count
 
 # A step that takes longer than predicted by three mean errors should still end within 1.25 times the target.
 _LATE = 1.25
 _ERRORS = 3.0
 
-_OUTLIER = 2.0  # a step slower than so many times the expected time counts as just that slow, unless the next is too
+_OUTLIER = 2.0  # a step that takes longer counts as this many times the expected time, unless the next step is slow too
 _MIN_STEPS = 3  # before these no step is an outlier
-_MAX_GROWTH = 2.0  # from the largest measured number of prompt tokens to the next: beyond it the line is a guess
-_FLOOR_SHARE = 0.25  # of the rows' time, which prompts get at least
+_MAX_GROWTH = 2.0  # times the largest measured number of prompt tokens: beyond it the line is a guess
+_FLOOR_SHARE = 0.25  # prompts get at least this share of the time that the decoding rows take
 _MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or less
 
 
@@ -60,8 +60,8 @@ class _Line:
     def slope(self, expected: float, spread: float) -> float:
         """Returns the seconds that one more unit of size adds.
 
-        The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It decides while all sizes are
-        about the same: by noise alone a unit could seem to cost nothing.
+        The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It dominates while all sizes
+        are about the same, because noise alone could make a unit seem to cost nothing.
         """
         known = self._squares - self._sizes**2 / self.weight
         rise = self._products - self._sizes * self.seconds
@@ -82,8 +82,9 @@ class StepCost:
         self._prompts = _Line(_KEPT_PROMPTS)
         self._keys = _Line(_KEPT_KEYS)  # the mean number of keys before a prompt token, and the seconds of the token
         self._errors = _Line(_KEPT_ERRORS)  # relative errors of the predictions of steps with prompts
-        self._largest = 0.0  # prompt tokens of a step, which later, smaller steps lower
-        self._was_outlier = {False: False, True: False}  # of steps without and with prompts: whether the last one was
+        self._largest = 0.0  # the largest recent number of prompt tokens in a step; later, smaller steps lower it
+        # Whether the last step was an outlier, for steps without and with prompts.
+        self._was_outlier = {False: False, True: False}
 
     def note(self, prompt_tokens: int, rows: int, seconds: float, keys: float = 0.0) -> None:
         """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included.

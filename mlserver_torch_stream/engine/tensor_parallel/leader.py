@@ -122,7 +122,7 @@ OnLoss = Callable[[BaseException, float], None]
 
 
 class RanksLost(RuntimeError):
-    """A rank has ended, or its state differs from that of the other ranks. The contents of all caches are lost."""
+    """A rank has ended, or its state differs from the state of the other ranks. The contents of all caches are lost."""
 
 
 class Leader:
@@ -155,7 +155,7 @@ class Leader:
 
     @contextmanager
     def sending(self, operation: Operation, *numbers: int) -> Iterator[None]:
-        """Sends the operation after all recorded ones. The followers run it while the block runs.
+        """Sends the recorded operations, then this one. The followers run it while the block runs.
 
         If the block raises, the states of the ranks differ, and all ranks are lost.
         """
@@ -207,7 +207,7 @@ class Leader:
                 on_loss(RanksLost(self.lost), PATIENCE)
 
     def stop(self) -> None:
-        """Ends the other ranks. Idempotent; blocks until they have ended."""
+        """Ends the other ranks. Blocks until they have ended. A second call does nothing."""
         with self._fate_lock:
             orderly = not self._over.is_set()
             self._over.set()

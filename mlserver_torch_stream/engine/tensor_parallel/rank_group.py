@@ -1,4 +1,4 @@
-"""Connects a rank with all others: messages from rank 0, and values on which all ranks agree.
+"""Connects a rank with all other ranks: carries messages from rank 0, and values on which all ranks agree.
 
 If a rank is lost, each call raises a RuntimeError.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mlserver_torch_stream.errors import LoadFailed
 
-# A rank that does not answer for so long is lost. The end of a rank's process is noticed at once.
+# A rank that does not answer for this long is lost. The end of a rank's process is noticed at once.
 _SERVING_TIMEOUT = timedelta(seconds=20)
 # Ranks load at different speeds: their disks and networks differ.
 _LOADING_TIMEOUT = timedelta(hours=2)
@@ -34,7 +34,7 @@ class RankGroup:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._store = store  # rank 0's is the server that the others have found
+        self._store = store  # rank 0 runs the server that the other ranks connect to
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_SERVING_TIMEOUT)
@@ -49,7 +49,7 @@ class RankGroup:
     # --- during the load ---
 
     def send(self, message: Any) -> None:
-        """Sends JSON from rank 0 to all others, which call ``receive``."""
+        """Sends JSON from rank 0 to all other ranks, which call ``receive``."""
         _send(json.dumps(message).encode(), self._loading)
 
     def receive(self) -> Any:
@@ -85,7 +85,7 @@ class RankGroup:
     # --- during generation ---
 
     def send_operations(self, operations: bytes) -> None:
-        """Sends the bytes from rank 0 to all others, which call ``receive_operations``."""
+        """Sends the bytes from rank 0 to all other ranks, which call ``receive_operations``."""
         _send(operations, self._serving)
 
     def receive_operations(self) -> bytes:
@@ -115,7 +115,7 @@ class RankGroup:
         return count
 
     def leave(self) -> None:
-        """Closes this rank's connections to the others."""
+        """Closes this rank's connections to the other ranks."""
         dist.destroy_process_group()
 
 

@@ -44,7 +44,9 @@ class RankedForward(LoadedForward):
         return f"{self._leader.size} ranks, {self.own.describe()}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
-        """If all ranks raise at the same place, the ranks go on, and this raises rank 0's error."""
+        """Runs the forward on all ranks. If all ranks raise at the same place, the ranks go on, and this raises rank
+        0's error.
+        """
         assert isinstance(cache, RankedCache)
         failure: Exception
         with self._leader.sending(Operation.FORWARD, cache.name, *batch_numbers(batch)):

@@ -51,7 +51,9 @@ class RankProcesses:
             raise
 
     def fate(self, seconds: float) -> str | None:
-        """Waits up to ``seconds`` for a process to end. Returns how the first one ended; None if all run."""
+        """Waits up to ``seconds`` for a process to end. Returns how the first process to end ended; None if all are
+        running.
+        """
         if self._children:
             self._one_ended.wait(seconds)
         return self._fate

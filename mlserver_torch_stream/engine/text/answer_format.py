@@ -1,4 +1,4 @@
-"""Says how an answer is divided into reasoning, text and tool calls, and defines the parsers of it."""
+"""Says how an answer is divided into reasoning, text and tool calls, and defines the parsers of these parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CallParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts without empty texts, and neighbours of the same kind as one; calls stay as they are."""
+    """Removes empty texts from the parts, and joins neighbours of the same kind; calls stay unchanged."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -81,13 +81,13 @@ BEGIN, END = "<think>", "</think>"
 class ReasoningParser:
     """Separates the reasoning from the answer, without whitespace at both ends of the reasoning and before the answer.
 
-    ``begun``: the prompt has already begun the reasoning.
+    ``begun`` means that the prompt has already begun the reasoning.
     """
 
     def __init__(self, *, begun: bool) -> None:
         self._state: Callable[[str], str | None] = self._reasoning if begun else self._start
         self._held = ""  # whitespace, then the beginning of a mark
-        self._inside = ""  # reasoning that ``push`` is to return
+        self._inside = ""  # reasoning that ``push`` returns next
         self._any = False  # True once there is reasoning that is not whitespace
         self.over = False  # the reasoning has ended, or there is none
 
@@ -119,7 +119,7 @@ class ReasoningParser:
         return [Reasoning(inside)] if inside else []
 
     def _start(self, char: str) -> str | None:
-        """Before the first word."""
+        """State: before the first word."""
         self._held += char
         word = self._held.lstrip()
         if word == BEGIN:
@@ -159,8 +159,8 @@ class AnswerFormat:
     ``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
 
     If the tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
-    ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after a reasoning with the
-    marks ``reasoning_marks``.
+    ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after reasoning with the marks
+    ``reasoning_marks``.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None

@@ -27,7 +27,8 @@ class Detokenizer(Protocol):
     def flush(self, *, cut: bool = False) -> str:
         """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement.
 
-        ``cut``: the sequence was ended from outside, by its time limit or a shutdown: such a character is left out.
+        ``cut`` means that the sequence was ended from outside, by its time limit or a shutdown: such a character is
+        left out.
         """
 
 
@@ -39,14 +40,14 @@ class AnswerCodec(Protocol):
         """The ids of special tokens."""
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
-        """Returns a new detokenizer for one sequence. ``marks``: special tokens that are not skipped."""
+        """Returns a new detokenizer for one sequence. ``marks`` are special tokens that are not skipped."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token; a special token's are those of its name."""
+        """Returns the bytes of one token; a special token has the bytes of its name."""
 
 
 class AnswerWriter:
-    """Makes the events of one sequence. ``reasoning_tokens``: how many tokens of the answer are reasoning."""
+    """Makes the events of one sequence. ``reasoning_tokens`` says how many tokens of the answer are reasoning."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class AnswerWriter:
             add_event(self._events, replace(self.event(), prompt_logprobs=(self._with_bytes(score),)))
 
     def write(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool, stops: bool) -> None:
-        """Adds a token. The text of a ``hidden`` token is left out. ``stops``: whether stop strings count in it."""
+        """Adds a token. The text of a ``hidden`` token is left out. ``stops`` says whether stop strings count in it."""
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob or 0.0
         reasoned = self._parser is not None and self._parser.reasons
@@ -100,7 +101,9 @@ class AnswerWriter:
             self.reasoning_tokens += reasoned or self._parser.reasons
 
     def flush(self, *, cut: bool = False) -> None:
-        """Adds the text that was held back, at the end of the sequence. ``cut``: as in ``Detokenizer.flush``."""
+        """Adds the text that was held back, at the end of the sequence. ``cut`` has the same meaning as in
+        ``Detokenizer.flush``.
+        """
         if self._stops.hit is None:
             self._emit(self._stops.push(self._detokenizer.flush(cut=cut)))
         if self._stops.hit is None:

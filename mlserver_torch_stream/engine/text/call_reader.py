@@ -34,16 +34,16 @@ class JsonScanner:
     """Checks JSON character by character. ``push`` takes the next character, and returns False if no JSON value begins
     so.
 
-    ``complete``: the value has ended.
+    ``complete`` means that the value has ended.
     """
 
     def __init__(self) -> None:
         self.complete = False
         self._closing: list[str] = []  # the brackets that are open
         self._state: Callable[[str], bool] = self._value
-        self._rest = ""  # of a literal
+        self._rest = ""  # the characters of a literal that are still to come
         self._number = ""
-        self._hex = 0  # digits to come of \u0000
+        self._hex = 0  # how many digits of \u0000 are still to come
         self._is_key = False
 
     def push(self, char: str) -> bool:
@@ -87,7 +87,7 @@ class JsonScanner:
         return self._value(char)
 
     def _after_value(self, char: str) -> bool:
-        """After a value within brackets."""
+        """State: after a value within brackets."""
         if char == self._closing[-1]:
             return self._close()
         if char == ",":
@@ -99,7 +99,7 @@ class JsonScanner:
         return self._ended()
 
     def _ended(self) -> bool:
-        """A value has ended."""
+        """Called when a value has ended."""
         self._state = self._after_value
         self.complete = not self._closing
         return True
@@ -139,13 +139,13 @@ class JsonScanner:
         return True
 
 
-_IGNORED_KEYS = ("id", "type", "tool_call_id")  # whose values are strings
+_IGNORED_KEYS = ("id", "type", "tool_call_id")  # keys whose values are strings
 _NO_ARGUMENTS = "{}"
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class CallReader(ABC):
-    """Reads one call. ``name`` is the function's, once it is known; ``complete``: the call has ended."""
+    """Reads one call. ``name`` is the function's, once it is known; ``complete`` means that the call has ended."""
 
     name: str | None
     complete: bool
@@ -170,7 +170,7 @@ class CallKeys:
 class ArgumentsReader(CallReader):
     """Reads arguments: an object, whose text is returned as it comes, an object in a JSON string, or null.
 
-    ``name``: the function's name, if it is known before the arguments.
+    ``name`` is the function's name, if it is known before the arguments.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -207,7 +207,7 @@ class ArgumentsReader(CallReader):
 class ObjectReader(CallReader):
     """Reads a call that is one object of JSON.
 
-    ``names``: the functions that may be called; None: any function.
+    ``names`` are the functions that may be called; None means any function.
     """
 
     def __init__(self, names: Collection[str] | None = None, keys: CallKeys | None = None) -> None:
@@ -217,7 +217,7 @@ class ObjectReader(CallReader):
         self._keys = keys or CallKeys()
         self._state: Callable[[str], bool] = self._open
         self._scanner = JsonScanner()
-        self._raw = ""  # of a key, or of a value that is not the arguments
+        self._raw = ""  # the text of a key, or of a value other than the arguments
         self._key = ""
         self._seen: set[str] = set()
         self._arguments: ArgumentsReader | None = None

@@ -46,15 +46,16 @@ _TEXT = "TEXT: /(?s:.*)/\n"
 class CallSpelling:
     """How a call is written: ``begin``, in which the function's name replaces ``NAME``, the arguments, and ``end``.
 
-    ``mark`` begins a call, or a list: ``open``, calls with ``between`` in between, and ``close``. If the mark is
-    ``optional``, a call without a mark can be the whole answer. ``several``: an answer can have several calls.
+    ``mark`` begins a call, or a list of calls: ``open``, the calls, separated by ``between``, and ``close``. If the
+    mark is ``optional``, a call without a mark can be the whole answer. ``several`` means that an answer can have
+    several calls.
     """
 
     mark: str
     begin: str
     end: str = ""
     open: str = ""
-    between: str | None = None  # None: a second call begins as the first does
+    between: str | None = None  # None means that a second call begins as the first does
     close: str = ""
     optional: bool = False
     several: bool = True
@@ -78,7 +79,7 @@ def tool_grammar(
 
     ``tokens`` has the ids of marks that are single tokens.
 
-    An answer without calls must match ``answer``, which is in Lark's language; None: it can be any text.
+    An answer without calls must match ``answer``, which is in Lark's language; None means that it can be any text.
     """
     strict = any(function["name"] in choice.strict for function in functions)
     if not choice.forced and not strict and answer is None:
@@ -314,8 +315,8 @@ def _begun(ending: str) -> bool:
 def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str | None) -> AnswerTemplate | None:
     """Returns the tokenizer's ``response_template``; None if it has none or the setting names another parser.
 
-    None too if it declares no calls and the chat template shows some. Raises SettingsError if the setting asks for it
-    and it cannot be read.
+    Also returns None if it declares no calls although the chat template shows some. Raises SettingsError if the setting
+    names it and it cannot be read.
     """
     declared = getattr(tokenizer, "response_template", None)
     if tool_parser not in (AUTO, TEMPLATE) or (declared is None and tool_parser == AUTO):

@@ -1,5 +1,5 @@
-"""Reads the tool calls in the regions of a ``response_template``: JSON as it comes, XML argument by argument, other
-spellings when the region has ended.
+"""Reads the tool calls in the regions of a ``response_template``: JSON as it arrives, XML argument by argument, and
+other spellings when the region has ended.
 
 A region that is not a call is returned as text, with the marks around it.
 """
@@ -30,17 +30,17 @@ _INSIDE = re.compile(r"\{content\.(\w+)\}")
 _CONTENT = "{content}"
 _TAG = re.compile(r"</?\w+>")
 _LAST_TAG = re.compile(r"</\w+>\Z")
-_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of parsing what is not a call
+_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # raised if the text is not a call
 
 
 @dataclass(frozen=True, slots=True)
 class RegionSpelling:
     """How calls are written in a region.
 
-    With ``keys``, each call is a JSON object that has them; ``listed``: the objects are in a list. With ``capture``,
-    the region is the arguments alone, and the group of this name in the pattern that begins the region is the
-    function's name. With neither, transformers parses the whole region by ``template``. ``tags`` matches an argument
-    in XML, and ``closing`` is the text that ends each of them.
+    With ``keys``, each call is a JSON object that has them; ``listed`` means that the objects are in a list. With
+    ``capture``, the region is the arguments alone, and the group of this name in the pattern that begins the region is
+    the function's name. With neither, transformers parses the whole region by ``template``. ``tags`` matches an
+    argument in XML, and ``closing`` is the text that ends each of them.
     """
 
     template: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """Divides answers as the ``response_template`` of a tokenizer declares, XML calls among them.
 
-Regions without such a meaning, and text between regions, belong to the answer's text, so no text is lost. The values in
-XML calls get the types that the functions' schemas name.
+Regions that are neither reasoning nor calls, and text between regions, belong to the answer's text, so no text is lost.
+The values in XML calls get the types that the functions' schemas name.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AnswerTemplate:
 
     @property
     def reasoning_marks(self) -> ReasoningMarks | None:
-        """The marks of the reasoning; None if the text has a mark too, or if the marks are patterns or more than
-        one."""
+        """The marks of the reasoning; None if the text has a mark as well, if a mark is a pattern, or if there are
+        several."""
         regions = {self.meanings[name]: region for name, region in self.fields.items()}
         region = regions.get(_REASONING, {})
         begin, end = region.get("open"), region.get("close")
@@ -52,14 +52,14 @@ class AnswerTemplate:
         return ReasoningMarks(end, begin)
 
     def marks(self, tokens: Mapping[str, int]) -> frozenset[int]:
-        """Returns the ids of the tokens in the template, of which its marks consist."""
+        """Returns the ids of the tokens that make up the template's marks."""
         return frozenset(token_id for token, token_id in tokens.items() if token in self._written)
 
 
 class TemplateParser:
     """Parses the text of one answer, whose beginning ``prefix`` is in the prompt.
 
-    ``tools`` may be called; None: calls stay text. Without ``reasoning`` the reasoning stays text too.
+    ``tools`` may be called; None means that calls stay text. Without ``reasoning`` the reasoning stays text too.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class TemplateParser:
             self._add(raw)
 
     def said(self, field: str, text: str) -> None:
+        """Called with the next text of a region, without its marks."""
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
             self._add(*self._calls.push(text))
@@ -175,7 +176,7 @@ class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has n
             self.feed(char)
 
     def flush(self) -> None:
-        """The answer ends."""
+        """Ends the answer: text that was held back is reported."""
         self._process([], eos=True)
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:

@@ -26,8 +26,8 @@ from mlserver_torch_stream.errors import GenerationFailed, NotServing
 logger = logging.getLogger(__name__)
 
 MODULE = "mlserver_torch_stream.engine.text.text_process_main"
-MAX_SECONDS = 5.0  # for one job
-MAX_BYTES = 2**30  # of address space, beside what the process needs for its imports
+MAX_SECONDS = 5.0  # the time limit of one job
+MAX_BYTES = 2**30  # the address space that a job may use, beside the space for the process's imports
 MAX_REPLY_BYTES = 2**27
 _MAX_START_S = 60.0
 _MAX_IDLE = 2  # processes that wait for a job, of some 60 MB each
@@ -46,8 +46,8 @@ class TextProcesses:
     """Processes for jobs of one kind. Several threads may call ``run``; jobs at the same time run in different
     processes.
 
-    ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; those without it
-    render.
+    ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; without it, the
+    processes render templates.
     """
 
     def __init__(self, tokenizer: Callable[[], str] | None = None) -> None:
@@ -66,7 +66,7 @@ class TextProcesses:
             reply = process.ask(message, MAX_SECONDS)
         except _LimitExceeded as exceeded:
             process.stop()
-            logger.warning("a %s job of a model was exceeded: it %s", job, exceeded)
+            logger.warning("a %s job of a model exceeded a limit: it %s", job, exceeded)
             raise GenerationFailed(str(exceeded)) from None
         except BaseException:
             process.stop()
@@ -118,7 +118,7 @@ class _Process:
                 [sys.executable, "-c", run],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a panic also writes there what its job raises
+                stderr=subprocess.DEVNULL,  # a panic writes its message there too
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
             )
         except BaseException:

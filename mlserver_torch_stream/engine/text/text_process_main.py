@@ -16,13 +16,13 @@ from typing import Any
 
 Job = Callable[..., Any]
 _STATM = Path("/proc/self/statm")
-_IMPORTS_BYTES = 2**29  # of address space, at the most
+_IMPORTS_BYTES = 2**29  # the maximum address space that the imports take
 
 
 def main(max_bytes: int, max_seconds: float) -> None:
     """Runs jobs until the parent ends.
 
-    ``max_bytes``: memory besides that of the imports; ``max_seconds``: for each job.
+    ``max_bytes`` is the memory beside what the imports take; ``max_seconds`` is the time limit of each job.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
         signal.signal(number, signal.SIG_IGN)

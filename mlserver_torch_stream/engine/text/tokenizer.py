@@ -38,7 +38,7 @@ _MAY_SHRINK = 4  # how many times shorter a normalizer may make a text
 _LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
 _TRIM_AFTER_S = 1.0
 _UNSURE = 64  # tokens at the end of an unfinished text, which further text can still change
-_ENDING = 16  # tokens at the end of a conversation, in which a reasoning may begin
+_ENDING = 16  # tokens at the end of a conversation in which the reasoning may begin
 
 
 class TextCodec:
@@ -52,7 +52,7 @@ class TextCodec:
     ) -> None:
         """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-        Raises LoadFailed if the tokenizer can make a text very much longer.
+        Raises LoadFailed if the tokenizer can make a text far longer.
         """
         self._expansion = expansion(tokenizer)
         self._may_be_slow = may_be_slow(tokenizer)
@@ -88,6 +88,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the model can be asked with messages."""
         return bool(self._tokenizer.chat_template)
 
     @cached_property
@@ -123,7 +124,7 @@ class TextCodec:
         return str(text)
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
-        """Returns the detokenizer of one sequence. ``marks``: special tokens that are not skipped."""
+        """Returns the detokenizer of one sequence. ``marks`` are special tokens that are not skipped."""
         silent = self.special_ids - marks if skip_special_tokens else frozenset[int]()
         if self._token_bytes.join_to_text:
             return ByteDetokenizer(self.token_bytes, silent)
@@ -137,7 +138,7 @@ class TextCodec:
         return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token; a special token's are those of its name."""
+        """Returns the bytes of one token; a special token has the bytes of its name."""
         return self._token_bytes.of(token_id)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -158,7 +159,8 @@ class TextCodec:
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile what an answer must match, after a reasoning with the marks ``reasoning`` if given.
+        """Begins to compile what an answer must match, after reasoning between the marks ``reasoning``, if they are
+        given.
 
         The compilation may raise InvalidInput.
         """
@@ -179,7 +181,7 @@ class TextCodec:
             self.check_length(text, field)
             return self._tokenize(text, field, add_special_tokens)
         finally:
-            if len(text) > _LONG:  # once its request's body is free, too
+            if len(text) > _LONG:  # once the body of its request is freed too
                 later = threading.Timer(_TRIM_AFTER_S, trim_heap)
                 later.daemon = True
                 later.start()
@@ -195,7 +197,7 @@ class TextCodec:
         tokens = -(-len(text) * limit // self._max_characters)
         if tokens <= limit and len(text) > _CHARACTERS_PER_TOKEN * limit:
             beginning = text[: _CHARACTERS_PER_TOKEN * limit]
-            tokens = len(self._plain(beginning, field)) - _UNSURE  # further text can change the last ones
+            tokens = len(self._plain(beginning, field)) - _UNSURE  # further text can change the last tokens
         if tokens > limit:
             raise ContextLengthExceeded(field, tokens, limit, at_least=True)
 
@@ -247,7 +249,9 @@ class TextCodec:
 
 
 def _as_failure(error: BaseException, field: str) -> BaseException:
-    """Returns the error to raise for one of a tokenizer: a panic of its library, which is no Exception, is logged."""
+    """Returns the error to raise for an error of a tokenizer. A panic of its library, which is not an Exception, is
+    logged.
+    """
     if isinstance(error, KeyboardInterrupt | SystemExit) or (
         isinstance(error, Exception) and not isinstance(error, JobRefused)
     ):
@@ -268,7 +272,7 @@ def _reason(error: BaseException) -> str:
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_PENDING_CHARS = 3  # the bytes of an unfinished character decode to at most so many replacement characters
+_PENDING_CHARS = 3  # an unfinished character decodes to at most this many replacement characters
 _CONTEXT = 4  # tokens kept before new ones: their text fixes the space in front of the next
 _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
@@ -281,7 +285,7 @@ class ByteDetokenizer:
     """For tokenizers whose only decoder is ByteLevel: concatenates the bytes of tokens, and decodes them as UTF-8."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
-        """``silent``: tokens that are skipped."""
+        """``silent`` are tokens that are skipped."""
         self._token_bytes = token_bytes
         self._silent = silent
         self._decoder = _Utf8Decoder("replace")
@@ -305,7 +309,7 @@ class WindowDetokenizer:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
-        """``silent``: tokens that are skipped: they never reach a ``decode``."""
+        """``silent`` are tokens that are skipped: they never reach a ``decode``."""
         self._decode = decode
         self._silent = silent
         self._window: list[int] = []

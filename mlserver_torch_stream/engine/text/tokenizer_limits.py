@@ -16,16 +16,17 @@ from transformers import PreTrainedTokenizerBase
 from mlserver_torch_stream.errors import LoadFailed
 
 MAX_EXPANSION = 1024
-_USUAL_CHARSMAP = 18  # the most characters that Unicode's compatibility forms make of one
-_MAX_REPEATS = 2  # without bound, in one alternative: as many as the expressions of known models have
+_USUAL_CHARSMAP = 18  # Unicode's compatibility forms turn one character into at most this many
+_MAX_REPEATS = 2  # unbounded repeats in one alternative: the expressions of known models have this many
 _TIMES = re.compile(r"[*+?]|\{(\d*),?(\d*)\}")
 _PROPERTY = re.compile(r"[pPx]\{[^}]*\}|.", re.DOTALL)
 
 
 def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
-    """Returns an upper bound of how many times as long as a text its normalized text is, Unicode's forms left out.
+    """Returns an upper bound on how many times longer normalization makes a text, apart from Unicode's compatibility
+    forms.
 
-    Raises LoadFailed, which names the part, if that is more than ``MAX_EXPANSION``.
+    Raises LoadFailed, which names the part, if the result is more than ``MAX_EXPANSION``.
     """
     if not tokenizer.is_fast:
         return 1.0
@@ -63,7 +64,7 @@ def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(part: Mapping[str, Any]) -> float:
-    """Returns how many times as long one normalizer makes a text, a text put in front of it left out."""
+    """Returns how many times longer one normalizer makes a text, not counting a prefix that it adds."""
     if part.get("type") == "Replace":
         pattern, content = part["pattern"], len(part["content"])
         matched = len(pattern.get("String", ""))
@@ -77,9 +78,10 @@ def _times(part: Mapping[str, Any]) -> float:
 
 
 def backtracks(pattern: str) -> bool:
-    """Returns whether a regular expression repeats a group that itself repeats or has alternatives, or repeats much in
-    turn."""
-    groups = [[0, 0]]  # of each open group: its repeats in the alternative, and all its repeats and alternatives
+    """Returns whether a regular expression repeats a group that itself has repeats or alternatives, or has many repeats
+    one after another."""
+    # For each open group: its repeats in the current alternative, and all its repeats and alternatives.
+    groups = [[0, 0]]
     at = 0
     while at < len(pattern):
         char, inner, at = pattern[at], 0, at + 1

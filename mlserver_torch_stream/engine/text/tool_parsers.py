@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, as Hermes, Llama 3 and Mistral models spell them.
 
-Text that begins like a call but is not one is returned as text. A call that breaks off after its name was returned is
-returned as text, too, from its mark on. Whitespace beside calls is left out.
+Text that begins like a call but is not one is returned as text. If a call breaks off after its name was returned, its
+text is returned too, beginning with the mark. Whitespace beside calls is left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MarkedCalls:
     new_id: Callable[[], str] = staticmethod(call_id)
 
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        """``names``: the functions that may be called."""
+        """Finds calls of the functions ``names``. If ``parallel`` is false, an answer has at most one call."""
         self.called = 0
         self.broken = False
         self.ended = False
@@ -53,11 +53,11 @@ class MarkedCalls:
         self._state: Callable[[str], bool] = self._in_text
         self._parts: list[Part] = []
         self._space = ""  # whitespace before ``_raw``
-        self._raw = ""  # of a mark or a call that is not certain
-        self._strips = False  # the whitespace after a call
-        self._listed = False  # in a list of calls that has not ended
+        self._raw = ""  # the text of a mark or call that may turn out to be neither
+        self._strips = False  # whether whitespace is dropped, as it is after a call
+        self._listed = False  # whether a list of calls is open
         self._reader: CallReader | None = None
-        self._begun = False  # the name of the call has been given
+        self._begun = False  # whether the name of the call has been returned
 
     def push(self, text: str) -> list[Part]:
         for char in text:
@@ -113,11 +113,11 @@ class MarkedCalls:
         return True
 
     def _marked(self) -> None:
-        """The mark is complete."""
+        """Called when the mark is complete."""
         self._state = self._next_call
 
     def _next_call(self, char: str) -> bool:
-        """The first character of a call, or whitespace before it."""
+        """State: the first character of a call, or whitespace before it, follows."""
         return self._read(ObjectReader(), char)
 
     def _read(self, reader: CallReader, char: str) -> bool:
@@ -126,7 +126,7 @@ class MarkedCalls:
         return self._in_call(char)
 
     def _in_call(self, char: str) -> bool:
-        """Gives the part of the call that is certain."""
+        """State: inside a call. Adds the part of the call that is certain."""
         reader = self._reader
         assert reader is not None
         if not reader.push(char):
@@ -139,7 +139,7 @@ class MarkedCalls:
         return True
 
     def _give(self, name: str | None, piece: str) -> None:
-        """Gives a piece of a call's arguments, after the call's name."""
+        """Adds a piece of a call's arguments; the call's name comes before the first piece."""
         if not self._begun:
             self._begun = True
             self._parts.append(ToolCallDelta(self.called, self.new_id(), name))

@@ -76,7 +76,7 @@ class LoraAdapters:
         self._show()
 
     async def unload(self, name: str) -> None:
-        """Unloads to the end, also if the caller is cancelled."""
+        """Finishes the unload even if the caller is cancelled."""
         if name not in self._loaded:
             raise UnknownModel(name)
         del self._loaded[name]

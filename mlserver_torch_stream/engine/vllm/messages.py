@@ -19,7 +19,7 @@ from mlserver_torch_stream.handlers.frames import BrokenFrame, encode_frame
 
 PROTOCOL = 1
 MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
-VERSIONS = ("0.30", "0.31", "0.32")  # of vLLM
+VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can host
 PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
 REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
 _IDS = "I"
@@ -30,7 +30,7 @@ class Addition:
     """One sequence that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
 
     ``grammar`` is in Lark's language, ``bad_words`` are lists of ids, ``adapter`` is the number of a loaded adapter,
-    ``salt`` that of the prefix cache.
+    ``salt`` is the salt of the prefix cache.
     """
 
     number: int
@@ -65,7 +65,9 @@ def encode_additions(additions: Sequence[Addition]) -> bytes:
 
 
 def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
-    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the ids are not those of the prompts."""
+    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the number of ids does not match the
+    prompts.
+    """
     ids = array(_IDS)
     if len(body) % ids.itemsize:
         raise BrokenFrame("prompts that are not whole ids")
@@ -90,10 +92,10 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """The new tokens of one sequence. ``reason``: one of ``REASONS`` if they are the last ones.
+    """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the sequence's last tokens.
 
-    ``cached``: tokens of the prompt that vLLM found in its prefix cache. ``error``: the text for the client if the
-    reason is ``error``; ``field``: the parameter that is wrong, if one is.
+    ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
+    client if the reason is ``error``; ``field`` is the parameter that is wrong, if one is.
     """
 
     number: int
@@ -111,7 +113,7 @@ class WorkerStats:
 
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0  # of the cache, from 0 to 1
+    kv_usage: float = 0.0  # the share of the cache that is used, from 0 to 1
     steps: int = 0
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
@@ -126,7 +128,7 @@ COUNTS = STATS[3:]
 
 
 def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> bytes:
-    """Returns the frame of an ``outputs`` message. ``stats``: vLLM's counters, if they are sent along."""
+    """Returns the frame of an ``outputs`` message. ``stats`` are vLLM's counters, if they are sent along."""
     rows = [
         [each.number, each.token_ids, each.reason, each.cached, each.logprobs, each.error, each.field]
         for each in outputs
@@ -203,14 +205,15 @@ class Adapter:
     path: str
 
     def message(self, call: int) -> dict[str, Any]:
+        """Returns the message that loads the adapter; ``call`` numbers the worker's answer."""
         return {"t": "load_adapter", "call": call, "name": self.name, "id": self.number, "path": self.path}
 
 
 @dataclass(frozen=True)
 class StartOrder:
-    """The first message to the worker. ``args``: fields of vLLM's ``AsyncEngineArgs``.
+    """The first message to the worker. ``args`` are fields of vLLM's ``AsyncEngineArgs``.
 
-    ``cpu_kv_cache_bytes``: the size of the KV cache if vLLM runs on CPUs and ``args`` do not set it.
+    ``cpu_kv_cache_bytes`` is the size of the KV cache if vLLM runs on CPUs and ``args`` do not set it.
     """
 
     args: Mapping[str, Any]

@@ -58,12 +58,15 @@ class SamplingWriter:
         return params
 
     def bad_words(self, request: RequestState) -> Sequence[Sequence[int]]:
+        """Returns the token ids of the request's bad words, and of those in the generation config."""
         words = self._codec.bad_words_ids(request.params.bad_words) if request.params.bad_words else ()
         return [*self._banned, *words]
 
 
 def as_lark(grammars: str) -> str:
-    """Returns llguidance's JSON as one grammar in Lark's language. The answer after a reasoning is a nested grammar."""
+    """Returns llguidance's JSON as one grammar in Lark's language. The answer after the reasoning is a nested
+    grammar.
+    """
     first, *rest = json.loads(grammars)["grammars"]
     if rest:
         return f"{first['lark_grammar'].replace('@answer', 'answer', 1)}\n{_nested(rest[0])}"

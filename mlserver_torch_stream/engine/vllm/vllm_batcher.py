@@ -1,7 +1,7 @@
 """Runs the sequences of an engine in vLLM's worker: a fair queue before it, text and stop strings after it.
 
 vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
-sequence to run; the others wait in the fair queue.
+sequence to run; further sequences wait in the fair queue.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Unload:
 
 
 class VllmBatcher(Batcher):
-    """Gives its sequences to a worker. While there is none yet, it takes no requests."""
+    """Gives its sequences to a worker. Until a worker is ready, it accepts no requests."""
 
     def __init__(
         self,
@@ -61,15 +61,16 @@ class VllmBatcher(Batcher):
     ) -> None:
         """``start`` starts a worker, which may block, and need not wait until it is ready.
 
-        ``ready``: the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
+        ``ready`` is the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
         """
         super().__init__(EngineStats(kv_cache_budget=ready.kv_cache_bytes))
         self._writer = writer
         self._ready = ready
         self._max_in_worker = ready.max_num_seqs + max(1, ready.max_num_seqs // 4)
         self._waiting = FairQueue()
-        self._running: dict[int, SequenceState] = {}  # in the worker, by number
-        self._requests: dict[int, RequestState] = {}  # of the running sequences, which do not keep them alive
+        self._running: dict[int, SequenceState] = {}  # the sequences that the worker has, by number
+        # The requests of the running sequences; a sequence does not keep its request alive.
+        self._requests: dict[int, RequestState] = {}
         self._last_number = 0
         self._busy_since: float | None = None
         self._worker_stats = WorkerStats()
@@ -77,7 +78,7 @@ class VllmBatcher(Batcher):
         self._process: VllmProcess | None = None
         self._worker: VllmProcess | None = None  # None until a worker is ready
         self.trouble = _STARTING
-        self._failure: BaseException | None = None  # why none will ever be ready
+        self._failure: BaseException | None = None  # why no worker will ever be ready
         self._closing = threading.Event()
         self._start = start
         self._adapters = adapters
@@ -86,7 +87,7 @@ class VllmBatcher(Batcher):
 
     def begin(self) -> None:
         """Starts a worker. Blocks until it is ready, at most an hour. Raises LoadFailed."""
-        if self._closing.is_set():  # while it waited
+        if self._closing.is_set():  # the engine was closed while this thread waited
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
         try:
@@ -131,7 +132,7 @@ class VllmBatcher(Batcher):
         return True
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
-        """The future raises LoadFailed with vLLM's reason, or VllmLost."""
+        """Loads an adapter. The future raises LoadFailed with vLLM's reason, or VllmLost."""
         if self._worker is None:
             raise NotServing(_STARTING)
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
@@ -188,7 +189,7 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """vLLM also works between the steps, as long as it has sequences."""
+        """Returns the seconds in which vLLM had sequences: it also works between the steps."""
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 

@@ -55,7 +55,7 @@ _DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
 def run_vllm(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the worker is ready. ``threads``: the cores of all its ranks. Raises LoadFailed."""
+    """Blocks until the worker is ready. ``threads`` is the number of cores of all its ranks. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
     if source.kind in ("embedded", "gguf"):
         raise LoadFailed(f"parameters.uri: {_CONVERT}")

@@ -64,13 +64,13 @@ _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How a worker is started. ``cores``: the cores for all its ranks on this machine together."""
+    """How a worker is started. ``cores`` are the cores for all its ranks on this machine together."""
 
     python: str
     order: StartOrder
     name: str
     cores: Sequence[int] = ()
-    ranks: int = 1  # on this machine
+    ranks: int = 1  # the number of ranks on this machine
     several_machines: bool = False
 
     def environment(self, folder: str) -> dict[str, str]:
@@ -198,7 +198,7 @@ class VllmProcess:
         return answer
 
     def take(self) -> list[Outputs]:
-        """Returns what has come since the last call."""
+        """Returns the outputs since the last call."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
@@ -206,7 +206,7 @@ class VllmProcess:
         return taken
 
     def kill(self, why: str | None = None) -> None:
-        """Ends the worker with all processes below it. ``why``: the reason that its readers get."""
+        """Ends the worker with all processes below it. ``why`` is the reason that its readers get."""
         self._why = self._why or why
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -230,7 +230,7 @@ class VllmProcess:
         why = None
         try:
             why = self._receive_all(order)
-        except Exception as error:  # also what only a message of wrong types, or a second ``ready``, raises
+        except Exception as error:  # includes the errors that a message with wrong types or a second ``ready`` raises
             why = f"sent something that is not a message: {error}"
         finally:
             self._end(why)
@@ -271,7 +271,7 @@ class VllmProcess:
             answer.set_exception(LoadFailed(str(header["error"])))
 
     def _end(self, why: str | None) -> None:
-        """Ends the process, with everything below it, and tells everybody who waits."""
+        """Ends the process with everything below it, and wakes all waiting callers."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         try:

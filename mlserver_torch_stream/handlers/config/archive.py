@@ -41,7 +41,7 @@ _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeE
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive. ``unpacked``: the folder that was made for it, which ``close`` removes."""
+    """An opened archive. ``unpacked`` is the folder that was made for it, which ``close`` removes."""
 
     folder: Path
     manifest: Mapping[str, Any]

@@ -54,8 +54,8 @@ class HandlerConfig(BaseModel):
 
     minWorkers: int = Field(1, ge=0)  # worker processes
     maxWorkers: int = Field(0, ge=0)  # below minWorkers, as the default is: the number never changes
-    scaleUpAfterMSec: int = Field(1000, ge=0)  # no worker is free and a request has waited for so long: add one
-    scaleDownAfterMSec: int = Field(60_000, ge=0)  # a worker that has been idle for so long ends
+    scaleUpAfterMSec: int = Field(1000, ge=0)  # how long a request waits, while no worker is free, until one is added
+    scaleDownAfterMSec: int = Field(60_000, ge=0)  # how long an idle worker stays
     batchSize: int = Field(1, gt=0)
     maxBatchDelay: int = Field(100, ge=0)  # milliseconds
     responseTimeout: int = Field(120, gt=0)  # seconds in which a busy handler sends nothing
@@ -80,8 +80,8 @@ class HandlerConfig(BaseModel):
     ts: Literal["auto", "shim", "package"] = "auto"
     python: str | None = None  # None means the server's own interpreter
     metrics_config: str | None = None
-    service_envelope: str | None = None  # beats the archive's
-    handler: str | None = None  # beats the archive's
+    service_envelope: str | None = None  # overrides the one in the archive
+    handler: str | None = None  # overrides the one in the archive
     blacklist_env_vars: str | None = None  # matches the names of the server's variables that workers do not see
     limit_max_image_pixels: bool = True  # read by TorchServe's own image handlers
     install_py_dep_per_model: bool = False  # pip installs requirements into the unpacked folder
@@ -125,7 +125,7 @@ class HandlerConfig(BaseModel):
     def stops(self) -> Literal["alone", "together", "never"]:
         """How a call is ended early once all its clients have disconnected; ``never`` lets it run to its end.
 
-        A ``custom`` handler in one process may have started ranks of its own, which would wait for the call for ever.
+        A ``custom`` handler in one process may have started ranks of its own, which would wait for the call forever.
         """
         if self.ranks == 1:
             return "never" if self.parallelType == "custom" else "alone"

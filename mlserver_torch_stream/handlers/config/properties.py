@@ -125,7 +125,7 @@ def carried(properties: Mapping[str, str], model: str, version: str | None, yaml
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():
-        if key in properties and (number := whole_number(key, properties[key])):  # with 0 TorchServe chooses
+        if key in properties and (number := whole_number(key, properties[key])):  # 0 lets TorchServe choose
             extra[name] = number
     extra |= model_keys(own_settings(properties, model, version))
     return {key: value for key, value in extra.items() if yaml.get(key) is None}
@@ -142,7 +142,9 @@ def not_carried_over(properties: Mapping[str, str], model: str, version: str | N
 
 
 def own_settings(properties: Mapping[str, str], model: str, version: str | None) -> dict[str, Any]:
-    """Returns the settings of this version in ``models``; if ``version`` is None, those of the only version there."""
+    """Returns the settings of this version in ``models``; if ``version`` is None, the settings of the only version
+    there.
+    """
     versions = settings_by_version(_MODELS, properties.get(_MODELS, "{}")).get(model, {})
     if version is None:
         return dict(next(iter(versions.values()))) if len(versions) == 1 else {}

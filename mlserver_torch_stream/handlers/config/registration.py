@@ -64,8 +64,8 @@ def read_registration(given: Mapping[str, Any]) -> Registration:
 
 
 def registered_settings(asked: Registration, path: Path, server: ServerConfig) -> dict[str, Any]:
-    """Returns the content of the model's ``model-settings.json``. Of the archive at ``path`` only the manifest and the
-    YAML are read. Raises ManagementRefusal.
+    """Returns the content of the model's ``model-settings.json``. Reads only the manifest and the YAML of the archive
+    at ``path``. Raises ManagementRefusal.
 
     As in TorchServe, ``minWorkers`` and ``maxWorkers`` of the YAML, if it has both, beat ``initial_workers``, and a
     model for which neither is given gets no worker. All other parameters of the request beat the YAML, and the YAML

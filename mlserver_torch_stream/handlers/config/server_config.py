@@ -39,7 +39,7 @@ _FILE_ONLY = words(
     "use_env_allowed_urls use_native_io version vmargs"
 )
 _TLS = "TLS ends at the ingress, or is switched on by MLSERVER_TORCH_STREAM_TLS_CERT_FILE and …_TLS_KEY_FILE"
-_NO_TLS = "enable_grpc_ssl"  # refused unless it is false
+_NO_TLS = "enable_grpc_ssl"  # the one key for TLS that is refused unless it is false
 REFUSED = words(f"keystore keystore_pass keystore_type certificate_file private_key_file {_NO_TLS}")
 HONOURED = words(
     "inference_address metrics_address enable_metrics_api metrics_mode grpc_inference_port grpc_inference_address "
@@ -56,7 +56,7 @@ _ADDRESS = re.compile(r"(?P<scheme>https?)://(?P<host>[^:/]+)(?::(?P<port>\d+))?
 _METRICS_ENDPOINT = "MLSERVER_METRICS_ENDPOINT"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOCAL = "127.0.0.1"
-_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first one that is unused
+_GRPC_VARIABLE, _GRPC_PORTS = "MLSERVER_GRPC_PORT", (8081, *range(8083, 8087))  # the first unused port is taken
 _USUAL_GRPC_PORT = "7070"
 _OURS = "MLSERVER_TORCH_STREAM_"
 # Settings of the server that suit handlers, streams and a model store.
@@ -94,7 +94,8 @@ class Address:
 
 
 class ServerConfig:
-    """TorchServe's configuration: ``properties`` by key, and the ``file`` they come from (None: TorchServe's defaults).
+    """TorchServe's configuration: ``properties`` by key, and the ``file`` that they come from; None means TorchServe's
+    defaults.
 
     Every method may raise SettingsError, which names the key.
     """
@@ -113,8 +114,8 @@ class ServerConfig:
     ) -> ServerConfig:
         """Reads ``file``; ``arguments``, the keys from the command line, beat it.
 
-        Environment variables beat both if the file enables them. Raises SettingsError, also for a key whose effect this
-        package does not have, such as a keystore.
+        Environment variables beat both if the file enables them. Raises SettingsError, for example for a key that this
+        package cannot honour, such as a keystore.
         """
         given = read_properties_file(file) if file is not None else {}
         found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments or {})
@@ -245,7 +246,7 @@ class ServerConfig:
         return {"MLSERVER_CORS_SETTINGS": json.dumps({name: words for name, words in lists.items() if words != [""]})}
 
     def _visible(self, gpus: Callable[[], int]) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES with the first ``number_of_gpu`` GPUs; an empty dict if that hides no GPU."""
+        """Returns CUDA_VISIBLE_DEVICES with the first ``number_of_gpu`` GPUs; an empty dict if that hides no GPU."""
         if "number_of_gpu" not in self.properties:
             return {}
         most = self._number("number_of_gpu", "not be below 0", lambda number: number >= 0)

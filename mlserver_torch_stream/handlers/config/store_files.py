@@ -48,7 +48,7 @@ def internal(message: str) -> ManagementRefusal:
     return ManagementRefusal(500, "InternalServerException", message)
 
 
-_TIMEOUT_S = 60.0  # for connecting, and for each read
+_TIMEOUT_S = 60.0  # the time limit for connecting, and for each read
 _CHUNK = 1 << 20
 
 
@@ -61,7 +61,7 @@ class StoreFiles:
     def __init__(self, folder: Path | None, allowed: Sequence[str]) -> None:
         self._folder = folder
         self._allowed = [re.compile(pattern, re.IGNORECASE) for pattern in allowed]
-        self._downloading: set[str] = set()  # names in the folder
+        self._downloading: set[str] = set()  # the names of files that are being downloaded
         self._names = threading.Lock()
 
     def fetch(self, url: str) -> Path:

@@ -29,9 +29,9 @@ from mlserver_torch_stream.errors import LoadFailed, SettingsError
 BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
 # Compression hardly shrinks weights, and shrinks text to a tenth; DEFLATE shrinks zeros, a bomb, to a thousandth.
 _MAX_RATIO = 100
-_LEAST_BYTES = 1 << 30  # the bound of a small archive
+_LEAST_BYTES = 1 << 30  # the lowest bound on the unpacked size, which small archives get
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
-_CHUNK = 1 << 16  # bytes of one read, and the most bytes of one member's headers, such as a long name
+_CHUNK = 1 << 16  # bytes of one read, and the maximum size of one member's headers, such as a long name
 _ZIP, _GZIP = b"PK", b"\x1f\x8b"
 _DRIVE = re.compile(r"[A-Za-z]:/")
 
@@ -44,7 +44,7 @@ class UnpackBounds:
     files: int = _FILES  # files and folders
 
     def bytes_of(self, archive: Path) -> int:
-        """The largest number of bytes to which ``archive`` may unpack."""
+        """Returns the largest number of bytes to which ``archive`` may unpack."""
         return self.bytes or max(_LEAST_BYTES, _MAX_RATIO * archive.stat().st_size)
 
 

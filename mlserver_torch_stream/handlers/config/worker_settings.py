@@ -87,7 +87,7 @@ _MAX_PROBE_S = 60.0
 
 
 def find_interpreter(given: str, folder: str | None) -> str:
-    """Returns the absolute path of a Python interpreter, after it has run and told its version.
+    """Returns the absolute path of a Python interpreter, after it has run and printed its version.
 
     A relative path is looked up in ``folder``, the settings' folder, first, and then in the working directory. Raises
     SettingsError.
@@ -147,8 +147,8 @@ _ENV_METRICS = "TS_METRICS_CONFIG"  # TorchServe reads it if enable_envvars_conf
 
 @dataclass(frozen=True)
 class WorkerFiles:
-    """The files of a model's workers: the interpreter ``python`` (None: the server's own), and ``metrics``, the content
-    of a ``metrics.yaml``.
+    """The files of a model's workers: the interpreter ``python``, which is None for the server's own, and ``metrics``,
+    the content of a ``metrics.yaml``.
     """
 
     python: str | None = None

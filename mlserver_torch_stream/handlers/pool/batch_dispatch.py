@@ -1,6 +1,6 @@
 """Sends batches to a model's workers when they are due, and ends workers that answer too late.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BatchDispatcher:
 
     @property
     def idle(self) -> list[int]:
-        """The numbers of the workers that are gathering their next batch; none if requests join running batches."""
+        """The numbers of the workers that are gathering their next batch; empty if requests join running batches."""
         return [] if self.joins else [slot.number for slot in self._supervisor.ready if not slot.active]
 
     def has_room(self, slot: WorkerSlot) -> bool:
@@ -100,7 +100,7 @@ class BatchDispatcher:
         return 0 if slot.active else self._config.batchSize
 
     def _most_ahead(self, slot: WorkerSlot) -> int:
-        """How many batches the worker may hold besides the one that it runs.
+        """Returns how many batches the worker may hold besides the one that it runs.
 
         0 if another worker might run a batch earlier, or if a request would run although its client has disconnected.
         """

@@ -72,7 +72,7 @@ class BatchQueue:
         self._plain = PlainJobs()
         self._retries: deque[HandlerJob] = deque()
         self._sequences: dict[str, RequestSequence] = {}
-        self.most_workers = config.most_workers  # sequences are shared between so many workers, running or not
+        self.most_workers = config.most_workers  # sequences are shared between this many workers, running or not
         self.ahead = 0  # requests that were sent to a worker before it had ended its previous batch
         self.leaving: set[int] = set()  # workers that only get requests of their own sequences
 
@@ -93,7 +93,7 @@ class BatchQueue:
         return sequence_id in self._sequences and self._sequences[sequence_id].worker is not None
 
     def held_until(self, worker: int, now: float) -> float | None:
-        """The time at which this worker's last sequence expires; None if it holds no sequence now."""
+        """Returns the time at which this worker's last sequence expires; None if it holds no sequence now."""
         self._expire(now)
         ends = [self._expires_at(each) for each in self._sequences.values() if each.worker == worker]
         return max(ends, default=None)
@@ -103,7 +103,9 @@ class BatchQueue:
         return len(self._plain) + len(self._retries) + held + self.ahead
 
     def waiting(self, idle: Collection[int]) -> int:
-        """The number of waiting requests, without those that the ``idle`` workers are gathering into a batch."""
+        """Returns the number of waiting requests, without those that the ``idle`` workers are gathering into a
+        batch.
+        """
         if self._has_plain_alone and not self.leaving:
             return len(self) - min(len(self._plain), self._config.batchSize * len(idle))
         return len(self) - len(self._gathered(idle))
@@ -173,7 +175,7 @@ class BatchQueue:
         return [self._retries, self._plain, *(each.pending for each in self._sequences.values())]
 
     def due(self, worker: int, idle_since: float, now: float) -> float | None:
-        """When the next batch of an idle worker is due; None if no request waits for this worker.
+        """Returns when the next batch of an idle worker is due; None if no request waits for this worker.
 
         A full batch is due at once. Any other is due ``maxBatchDelay`` ms after its first request has arrived and the
         worker has become idle, whichever is later.
@@ -274,7 +276,7 @@ class BatchQueue:
         return min(sequence.idle_since + idle, sequence.opened + life if life else math.inf)
 
     def _candidates(self, worker: int) -> Iterator[HandlerJob]:
-        """The requests that the worker may get, in the order in which batches take them."""
+        """Yields the requests that the worker may get, in the order in which batches take them."""
         yield from self._retries_on(worker)
         held = sum(each.worker == worker for each in self._sequences.values())
         leaves = worker in self.leaving
@@ -294,7 +296,9 @@ class BatchQueue:
             yield from self._plain
 
     def _retries_on(self, worker: int) -> Iterator[HandlerJob]:
-        """The retries that the worker may run: a request of a sequence runs in the worker that holds its state."""
+        """Yields the retries that the worker may run: a request of a sequence runs in the worker that holds its
+        state.
+        """
         for job in self._retries:
             sequence = self._of(job)
             if sequence.worker == worker if sequence is not None else worker not in self.leaving:

@@ -42,7 +42,9 @@ class ExportedNames:
         self._owners: dict[str, tuple[str, str]] = {}
 
     def owner_of(self, name: str, kind: str) -> tuple[str, str] | None:
-        """Returns the name and kind of the metric that already uses this metric's sample names; None if none does."""
+        """Returns the name and kind of the metric that already uses this metric's sample names; None if no metric
+        does.
+        """
         metric, base = (name, kind), _base(name, kind)
         samples = [base + suffix for suffix in _SUFFIXES.get(kind, ("",))]
         owners = (self._owners.get(sample, metric) for sample in samples)
@@ -72,7 +74,7 @@ def our_families(models: Mapping[ModelLabels, Own]) -> Iterator[Metric]:
 
 
 def _base(name: str, kind: str) -> str:
-    """The name of the metric's family."""
+    """Returns the name of the metric's family."""
     return name.removesuffix(_TOTAL) if kind == "counter" else name
 
 
@@ -86,8 +88,8 @@ def _apart(label: str, dimensions: Mapping[str, str]) -> str:
 def families(models: Iterable[Own]) -> Iterator[Metric]:
     """Yields the handlers' metrics as TorchServe's Prometheus mode exports them.
 
-    Series with the same name and labels, for example those of two versions of a model, are added up; of gauges the last
-    value counts.
+    Series with the same name and labels, such as the series of two versions of a model, are added up; for gauges the
+    last value counts.
     """
     host = socket.gethostname()
     found: dict[str, Metric] = {}

@@ -1,6 +1,6 @@
 """One request to a handler, its job in the pool, and the stream of its response pieces, which has one reader.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_BYTES, _MAX_PIECES = 16 << 20, 16384
 class HandlerFailed(RequestError):
     """The handler raised an exception, returned a value that cannot be sent, or died.
 
-    ``handlers_status`` is the status that the handler set, or TorchServe's default; ``status`` is the one that V2
+    ``handlers_status`` is the status that the handler set, or TorchServe's default; ``status`` is the status that V2
     allows for it. ``piece`` is the handler's own answer if it set a status of 400 or more.
     """
 
@@ -56,7 +56,9 @@ class ClientLags(RequestError):
 
 
 def allowed_status(status: int) -> int:
-    """Returns the status that V2 sends for a handler's own: at 400 and 404 Seldon Core 2 would reload the model."""
+    """Returns the status that V2 sends for a handler's own. 400 and 404 are replaced, because Seldon Core 2 would
+    reload the model.
+    """
     if status in (400, 404):
         return 422
     return status if 400 <= status < 600 else 503
@@ -90,7 +92,7 @@ class HandlerRequest:
     sequence_open: bool = False
 
     def bytes_to_send(self) -> int:
-        """An upper bound on the bytes that the request takes in a message to a worker."""
+        """Returns an upper bound on the bytes that the request takes in a message to a worker."""
         parts = (bytes_in_frame(part.value, part.name, part.content_type) for part in self.parts)
         return sum(parts) + bytes_in_frame(b"", self.request_id, *self.headers.keys(), *self.headers.values())
 
@@ -99,7 +101,7 @@ class HandlerRequest:
 class ResponsePiece:
     """One piece of a handler's answer, with the status and headers that the handler set.
 
-    After ``last`` none follows.
+    No piece follows a piece with ``last``.
     """
 
     value: bytes
@@ -144,7 +146,7 @@ class PieceStream:
         """Ends the stream if too many pieces, or too many bytes besides the newest piece, wait for the reader."""
         if self._bytes - len(self._pieces[-1].value) > _MAX_BYTES or len(self._pieces) > _MAX_PIECES:
             self._pieces.clear()
-            self.over = False  # also after the last piece, which the reader does not get now
+            self.over = False  # set even after the last piece, which the reader no longer gets
             self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is closed"))
             self.close()
 
@@ -157,7 +159,9 @@ class PieceStream:
             self._call_drained()  # pieces that arrive from now on are dropped
 
     def close(self) -> None:
-        """Called when the reader wants no more pieces. Synchronous, idempotent, safe in any task."""
+        """Called when the reader wants no more pieces. Does not await, and may be called more than once and in any
+        task.
+        """
         self.over = True
         self._closed()
         self._changed.set()
@@ -190,8 +194,8 @@ class PieceStream:
 class HandlerJob:
     """One request on its way through the queue and a worker. ``closed`` is called when the reader closes the stream.
 
-    A job that failed in a batch may be run again, alone. Its pieces are then compared with those that were delivered
-    before, and no piece is delivered twice.
+    A job that failed in a batch may be run again, alone. Its pieces are then compared with the pieces that were
+    delivered before, and no piece is delivered twice.
     """
 
     def __init__(self, request: HandlerRequest, key: str, arrived: float, closed: Callable[[HandlerJob], None]) -> None:

@@ -13,8 +13,9 @@ Message = dict[str, Any]
 class RankCancellation:
     """Ends a call early, but only if all ranks have made the same number of sends in each earlier call.
 
-    In such a handler the sends with the same number are the same place in the code on every rank. A handler that calls
-    ``send_intermediate_predict_response`` on every rank is one, although only the first rank's pieces reach the client.
+    In such a handler, sends with the same number come from the same place in the code on every rank. So do the sends of
+    a handler that calls ``send_intermediate_predict_response`` on every rank, although only the first rank's pieces
+    reach the client.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -52,7 +52,7 @@ class WorkerSlot:
         self.idle_since = 0.0
         self.timer: asyncio.TimerHandle | None = None  # runs while the slot has active requests
         self.active_at = 0.0  # the time of the last message
-        self.delay_s = _FIRST_DELAY_S  # before the next start
+        self.delay_s = _FIRST_DELAY_S  # the delay before the next start
         self.ready_at = 0.0
         self.has_answered = False  # True: this process has answered a request
 
@@ -75,7 +75,7 @@ class WorkerSlot:
 
 
 class SupervisorListener(Protocol):
-    """What a supervisor tells its owner. All methods are called on the event loop."""
+    """Receives the events of a supervisor's workers. All methods are called on the event loop's thread."""
 
     def received(self, slot: WorkerSlot, header: dict[str, Any], body: bytes) -> None:
         """Called with each message of a worker: its JSON header and its raw bytes."""
@@ -94,7 +94,9 @@ class SupervisorListener(Protocol):
 
 
 class WorkerSupervisor:
-    """The workers of one model. ``order`` returns what the worker with a given number loads; numbers are reused."""
+    """Runs the workers of one model. ``order`` returns the ``WorkerOrder`` for the worker with a given number; numbers
+    are reused.
+    """
 
     def __init__(
         self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], listener: SupervisorListener
@@ -108,7 +110,8 @@ class WorkerSupervisor:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._restarting: set[asyncio.Task[None]] = set()
-        self._processes: list[WorkerProcess] = []  # also those without a slot; a start drops the ended ones
+        # Includes processes without a slot; each start drops the processes that have ended.
+        self._processes: list[WorkerProcess] = []
         self.ended = False
 
     @property
@@ -202,7 +205,7 @@ class WorkerSupervisor:
             if slot.removed:
                 raise removed from None
             await self._end_process(slot, str(error))
-            if slot.removed:  # meanwhile
+            if slot.removed:  # the worker was removed while it started
                 raise removed from None
             raise
         except OSError as error:

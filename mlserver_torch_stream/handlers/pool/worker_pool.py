@@ -1,6 +1,6 @@
 """Takes the requests to a loaded model, and delivers the pieces of the answers that its workers send.
 
-All of it runs on the event loop's thread, except ``shutdown``.
+Everything here except ``shutdown`` runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class WorkerPool:
             self.metrics.gauges = None
 
     def gauges(self) -> dict[str, int]:
-        """The number of waiting requests and of ready workers; the metrics call it, in any thread."""
+        """Returns the number of waiting requests and of ready workers; the metrics call it, in any thread."""
         return {"waiting_requests": len(self._queue), "workers": len(self.supervisor.ready)}
 
     @property

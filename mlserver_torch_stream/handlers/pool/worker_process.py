@@ -48,7 +48,7 @@ class WorkerProcess:
             shown = name if len(order.environment) == 1 else f"{name} rank {number}"
             try:
                 self._ranks.append(WorkerRank(number, shown, environment, order))
-            except BaseException:  # the ranks that have started have no reaper yet to end them
+            except BaseException:  # no reaper exists yet that would end the ranks that have started
                 for rank in self._ranks:
                     rank.kill()
                     rank.wait()
@@ -124,7 +124,7 @@ class WorkerProcess:
         self._set_reading(rank, self._flowing and left > 0)
 
     def _next(self, rank: WorkerRank) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next complete message. Of other ranks than the first, most kinds of messages are skipped."""
+        """Returns the next complete message. Most kinds of messages from ranks other than the first are skipped."""
         try:
             while (frame := rank.frames.take()) is not None:
                 if rank.number == 0 or frame[0]["t"] in _OF_ALL_RANKS:

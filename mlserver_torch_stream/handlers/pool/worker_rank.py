@@ -48,7 +48,7 @@ MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """What a worker loads, as the first message to it says. ``environment`` has one mapping for each rank.
+    """The first message to a worker, which says what it loads. ``environment`` has one mapping for each rank.
 
     ``python`` is the interpreter that runs the worker; None means the server's own. The worker does not see the
     server's environment variables whose whole names match ``hidden``.
@@ -76,7 +76,7 @@ class WorkerRank:
         self._loop = asyncio.get_running_loop()
         self.frames = FrameBuffer(_parse)
         self.reading = False  # True: the event loop reads the connection
-        self.ended = False  # True: the connection has ended, and is not read any more
+        self.ended = False  # True: the connection has ended, and is no longer read
         self.trouble = ""  # the reason if the connection ended before the process
         self.killed = threading.Event()
         self._unsent: deque[memoryview] = deque()  # frames that the connection has not taken yet

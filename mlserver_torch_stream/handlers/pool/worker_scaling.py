@@ -1,6 +1,6 @@
 """Scales the workers of a model: adds one while requests wait and no worker is free, removes one that stays idle.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_WORKER = "it has no worker to serve inference request. Please use scale worke
 class WorkerScaling:
     """Keeps between ``least`` and ``most`` workers; ``scale`` changes the two numbers.
 
-    For waiting requests one worker at a time is started. ``free`` says whether a worker may take a request now.
+    One worker at a time is started for waiting requests. ``free`` says whether a worker may take a request now.
     ``failed`` is called with the reason if no worker is left and none can be started.
     """
 
@@ -70,7 +70,9 @@ class WorkerScaling:
         return self._growing is None and len(self._supervisor.staying) < self.most
 
     def _due(self, since: float) -> float:
-        """When a worker is added for a request that waits since ``since``; at once if the model has no worker."""
+        """Returns when a worker is added for a request that has waited since ``since``: at once if the model has no
+        worker.
+        """
         return max(since + (self._up_after_s if self._supervisor.staying else 0.0), self._paused_until)
 
     def _look_at(self, when: float) -> None:
@@ -144,9 +146,9 @@ class WorkerScaling:
     async def scale(self, least: int, most: int, grace: float | None = None) -> None:
         """Sets both numbers. Returns when ``least`` workers are ready and the workers above ``most`` have ended.
 
-        A worker that is scaled away finishes its requests; after ``grace`` seconds it is ended with them (None: never).
-        If no worker stays, the leaving ones also take the waiting requests. Raises LoadFailed if a worker cannot be
-        started; the numbers are then as before.
+        A worker that is scaled away finishes its requests. If ``grace`` is not None, the worker is ended after that
+        many seconds, with the requests that it still has. If no worker stays, the leaving ones also take the waiting
+        requests. Raises LoadFailed if a worker cannot be started, and leaves both numbers unchanged.
         """
         before = self.least, self.most
         self._set(least, most)

@@ -86,7 +86,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         return self._reply(handled, request.endpoint, request.context(request_id), BinaryOutputs.wanted_by(body))
 
     def most_open(self) -> int:
-        """The number of requests of one gRPC stream that may run at once."""
+        """Returns the number of requests of one gRPC stream that may run at once."""
         return 256
 
     def message_reply(self, message: MessageRequest) -> HandlerReply:

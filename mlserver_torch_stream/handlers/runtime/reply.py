@@ -1,6 +1,6 @@
 """Writes the replies to a handler's requests, and reports each request once, at its end.
 
-All of it runs on the event loop's thread.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PieceReader:
         return piece
 
     def _own_answer(self, error: Exception) -> ResponsePiece | None:
-        """Returns the piece to send in place of an error; None if the error is to be raised."""
+        """Returns the piece to send in place of an error; None if the error should be raised."""
 
 
 class HandlerReply(PieceReader):
@@ -237,7 +237,7 @@ class PredictionReply(PieceReader):
 
 
 _JSON = "application/json"
-_UNNAMED = ("", "application/x-www-form-urlencoded")  # the second one is curl's default
+_UNNAMED = ("", "application/x-www-form-urlencoded")  # curl sends the latter by default
 _FORM = "multipart/form-data"
 _OTHERWISE = (
     "name its content type (text/plain, image/png, application/octet-stream, …), or send it as the tensor `body` to "

@@ -33,7 +33,7 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
     """Turns a V2 request into the handler's request, with one part for each tensor. Raises InvalidInput."""
     parameters = parameters_of(payload.parameters)
     if not payload.inputs:
-        raise InvalidInput("inputs", "there must be at least one tensor: `body`, or what the handler calls its fields")
+        raise InvalidInput("inputs", "there must be at least one tensor: `body`, or the names of the handler's fields")
     parts = [_whole(payload)] if _is_for_envelope(payload, envelope) else _parts(payload)
     return read_parts(parts, _transport_headers(payload), request_id, config, parameters)
 

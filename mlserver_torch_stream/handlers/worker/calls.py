@@ -78,7 +78,7 @@ class Caller:
 
 
 def run_calls(caller: Caller, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
-    """Calls the handler for batch after batch, for ever. ``take(True)`` waits for the requests of the next batch."""
+    """Calls the handler for batch after batch, forever. ``take(True)`` waits for the requests of the next batch."""
     while True:
         caller.call(take(True))
 

@@ -20,7 +20,7 @@ class ClientsLeft(BaseException):
 
 
 class NeverStop:
-    """Lets every call run to its end: other processes may take part in it, and might wait for this one for ever."""
+    """Lets every call run to its end: other processes may take part in it, and might wait for this process forever."""
 
     skips = False  # True: requests whose clients disconnected before the call are left out of it
 
@@ -49,7 +49,7 @@ class StopAlone(NeverStop):
 
 
 class StopTogether(NeverStop):
-    """Ends a call on all ranks at the same send, or on none: a rank that went on would wait for the others for ever.
+    """Ends a call on all ranks at the same send, or on none: a rank that went on would wait for the others forever.
 
     The first rank asks, once in a call, and waits. The other ranks report their next send, and wait at it until they
     know where to meet: at the furthest of the reported sends, which every rank can reach without the other ranks. When
@@ -64,7 +64,7 @@ class StopTogether(NeverStop):
         self._call = 0
         self._running = False
         self._sends = 0
-        self._asked = False  # by this rank, in this call
+        self._asked = False  # whether this rank has asked in this call
         self._halting = 0  # the latest call that the ranks try to end early
         self._meetings: dict[int, int] = {}  # this and later calls -> the send at which the ranks meet
         self._verdicts: dict[int, bool] = {}  # this and later calls -> whether the call ends at that send

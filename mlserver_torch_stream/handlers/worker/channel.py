@@ -18,7 +18,7 @@ from mlserver_torch_stream.handlers.frames import MAX_BYTES, FrameReader, bytes_
 _MAX_MESSAGE_CHARS = 2000
 STREAM_NEXT = "ts_stream_next"
 _NOT_SENT = {STREAM_NEXT, "content-type"}  # headers for which a piece has fields
-TOO_LARGE = 507  # the status also of a whole reply that is too large
+TOO_LARGE = 507  # the status of a piece or a whole reply that is too large
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SentPiece:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def bytes_to_send(self) -> int:
-        """An upper bound on the bytes that the piece takes in a message."""
+        """Returns an upper bound on the bytes that the piece takes in a message."""
         texts = (self.request_id, self.content_type, *self.headers.keys(), *self.headers.values())
         return bytes_in_frame(self.value, *texts)
 

@@ -158,7 +158,7 @@ class Continuous:
 
 
 def run_steps(batch: Continuous, take: Callable[[bool], Sequence[WorkerRequest]]) -> None:
-    """Calls the handler again and again, for ever.
+    """Calls the handler again and again, forever.
 
     ``take`` returns the requests that have arrived; ``take(True)`` waits for one.
     """

@@ -35,7 +35,7 @@ BUILT_IN = {
     "object_detector": _HANDLERS,
     "text_classifier": _HANDLERS,
     "trt_llm_handler": f"{_PACKAGE} and tensorrt_llm",
-    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # TorchServe's documented version; later ones lack modules
+    "vllm_handler": f"{_PACKAGE} and vllm==0.6.1.post2",  # TorchServe's documented version; later versions lack modules
 }
 
 

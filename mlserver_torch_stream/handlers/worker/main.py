@@ -132,7 +132,7 @@ class HandlerHost:
         return partial(run_calls, Caller(entry, context, channel, self._order["responds"], self._stop), self._take)
 
     def run(self) -> None:
-        """Reports that the worker is ready, and runs requests for ever."""
+        """Reports that the worker is ready, and runs requests forever."""
         self._channel.send("ready")
         self._serve()
 

@@ -37,7 +37,7 @@ def decode(value: bytes, content_type: str) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """Encodes a handler's result: bytes as they are, text as UTF-8, a tensor by ``torch.save``, other values as JSON.
+    """Encodes a handler's result: bytes unchanged, text as UTF-8, a tensor by ``torch.save``, other values as JSON.
 
     Raises Unserialisable.
     """

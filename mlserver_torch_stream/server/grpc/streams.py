@@ -37,7 +37,7 @@ class MessageReply(Protocol[Body_co]):
         """Returns the last bodies of a reply that failed, while the other replies of the stream go on."""
 
     def close(self) -> None:
-        """Cancels the work for this reply. Synchronous and idempotent."""
+        """Cancels the work for this reply. Does not await; a second call does nothing."""
 
 
 class ConcurrentReplies(Generic[Message, Body, Response]):
@@ -45,8 +45,8 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
 
     One task reads messages, and one task for each message answers it; all tasks are held here until they have ended. A
     task waits until its last item is the first in the outbox, so it has at most two items there. If the reader lags,
-    the tasks therefore wait, and token streams merge their events meanwhile. ``close`` is synchronous, because clean-up
-    may run in a task that can no longer await.
+    the tasks therefore wait, and token streams merge their events. ``close`` is synchronous, because clean-up may run
+    in a task that can no longer await.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
         return item
 
     def close(self) -> None:
-        """Cancels all replies, and ends the iteration. Synchronous and idempotent."""
+        """Cancels all replies, and ends the iteration. Does not await; a second call does nothing."""
         self._closed = True
         self._outbox.clear()
         self._reader.cancel()
@@ -172,7 +172,7 @@ class ReadTimeout(Generic[T]):
         self._limited = seconds > 0
         self._given_up = False
         self._loop = asyncio.get_running_loop()
-        self._given_at: float | None = None  # when the reader got the item that it still has; None if it has none
+        self._given_at: float | None = None  # when the reader got its current item; None if it has no item
         self._overdue: float | None = None  # the _given_at of an item that was already overdue at the last check
         self._timer: asyncio.TimerHandle | None = None
 
@@ -212,11 +212,12 @@ class ReadTimeout(Generic[T]):
 
 
 class StreamSession:
-    """Answers one ``ModelStreamInfer`` call. The reply to the first message says whether the others are its own.
+    """Answers one ``ModelStreamInfer`` call. The reply to the first message says whether it reads the other messages
+    itself.
 
     MLServer gives all messages of a stream the id of the first, so each further request gets a new id here. The next
     message is read when fewer than the model's ``most_open`` requests run. If the reader takes no response for
-    ``stalled_after`` seconds (0: no limit), the stream is cut. ``request`` is the request of the first message.
+    ``stalled_after`` seconds, the stream is cut; 0 means no limit. ``request`` is the request of the first message.
     """
 
     def __init__(
@@ -253,14 +254,14 @@ class StreamSession:
         return self._unread
 
     def close(self) -> None:
-        """Cancels the replies that still run. Synchronous and idempotent."""
+        """Cancels the replies that still run. Does not await; a second call does nothing."""
         if self._unread is not None:
             self._unread.close()
         if self._replies is not None:
             self._replies.close()
 
     async def _messages(self, *, only_first: bool) -> AsyncIterator[InferenceRequest | None]:
-        """Yields the messages; None stands for the first one, which has been read already."""
+        """Yields the messages; None stands for the first message, which has been read already."""
         yield None
         if not only_first:
             async for payload in until(self._model.inflight.refusing, self._payloads):
@@ -303,9 +304,9 @@ _MAX_OPEN = 256
 class MessageStream(Generic[Body]):
     """Yields the bodies of all answers. Ends when the client has closed its side and every request is answered.
 
-    At a shutdown no further message is read, and NotServing is raised at the end: after a normal end a client would
-    go on sending requests, which no one reads. The client must take each body within ``stalled_after`` seconds (0: no
-    limit). ``client`` names the client in the log.
+    At a shutdown no further message is read, and NotServing is raised at the end: after a normal end a client would go
+    on sending requests that are never read. The client must take each body within ``stalled_after`` seconds, unless
+    they are 0. ``client`` names the client in the log.
     """
 
     def __init__(

@@ -251,7 +251,9 @@ _CLIENT = "A client of TorchServe's gRPC service"
 
 
 class InferenceService:
-    """The methods of the service. A client must take each response within ``stalled_after`` seconds (0: no limit)."""
+    """The methods of the service. A client must take each response within ``stalled_after`` seconds, unless they are
+    0.
+    """
 
     def __init__(self, host: ServerHost, lifecycle: Lifecycle, stalled_after: float) -> None:
         self._host = host
@@ -290,8 +292,8 @@ class InferenceService:
     async def _stream(
         self, in_sequence: bool, messages: AsyncIterator[bytes], context: grpc.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Answers a stream whose messages are separate requests. An error ends the call, unless ``in_sequence``: then
-        it is a response.
+        """Answers a stream whose messages are separate requests. An error ends the call. With ``in_sequence`` it is a
+        response.
         """
         metadata = _metadata(context)
 

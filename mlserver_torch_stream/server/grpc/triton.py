@@ -164,8 +164,8 @@ Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 
 
 class TritonServicer:
-    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds (0: no
-    limit)."""
+    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds, unless
+    they are 0."""
 
     def __init__(self, host: ServerHost, state: ServerState, stalled_reader_timeout: float) -> None:
         self._host = host
@@ -195,7 +195,7 @@ class TritonServicer:
         return bytes(pb.ModelReadyResponse(ready=model is not None and model.ready).SerializeToString())
 
     async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Outputs are always raw contents, because Triton's clients read no others."""
+        """Outputs are always raw contents, because Triton's clients read only these."""
         request = read_message(pb.ModelInferRequest, message)
         payload = convert_message(self._inference, await convert_large(self._inference, request, context), context)
         result = await self._host.data_plane.infer(payload, request.model_name, request.model_version)

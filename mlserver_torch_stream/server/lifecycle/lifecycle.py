@@ -152,13 +152,15 @@ class Lifecycle:
         self._shutdown_begun = OneTimeEvent()
         self._grace_skipped = OneTimeEvent()
         self.refusing = OneTimeEvent()  # set when the process accepts no further request
-        self.listeners_closed = OneTimeEvent()  # set when no client can send a request any more
+        self.listeners_closed = OneTimeEvent()  # set once no client can send a request
         self.listeners: list[Callable[[float], Awaitable[None]]] = []  # stop our own ports, given a grace in seconds
         self.draining = False
         self.failure: str | None = None
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
-        """Returns all members, or those of one engine: the current one, and earlier ones with requests in flight."""
+        """Returns all members, or the members of one engine: the current one, and earlier ones with requests in
+        flight.
+        """
         self._members = [member for member in self._members if not (member.retired and member.inflight.empty)]
         return [member for member in self._members if engine is None or member.engine is engine]
 

@@ -57,7 +57,8 @@ def _stopping(lifecycle: Lifecycle, original: Callable[..., Awaitable[None]]) ->
                 lifecycle.skip_grace()
             return
         why = None if sig is None else signal.Signals(sig).name
-        # uvicorn raises the signal again when its first listener ends, and a second SIGINT would cut the others off.
+        # uvicorn raises the signal again when its first listener ends, and a second SIGINT would cut the other
+        # listeners off.
         sig = signal.SIGTERM if sig == signal.SIGINT else sig
         if isinstance(failure := sys.exc_info()[1], ModelNotLoaded):  # MLServer stops if a load fails at its start
             if _options().skip_failed_models:

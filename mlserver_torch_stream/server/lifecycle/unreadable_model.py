@@ -57,7 +57,9 @@ class UnknownRuntime(UnreadableModel):
 
 
 def readable_or_not(path: Path) -> ModelSettings:
-    """Returns the file's settings or, if it cannot be read, those of an ``UnreadableModel`` with the folder's name."""
+    """Returns the file's settings or, if it cannot be read, the settings of an ``UnreadableModel`` with the folder's
+    name.
+    """
     try:
         _refuse_unknown_runtime(path, read_settings_file(path))
         return load_model_settings(str(path))

@@ -36,7 +36,7 @@ Found = list[Any]  # ModelSettings; an alias, because the class below has a meth
 
 
 class RegisteredRepository(ModelRepository):  # type: ignore[misc]
-    """A repository with the models that the management API has registered, beside those of ``original``."""
+    """A repository with the models that the management API has registered and the models of ``original``."""
 
     def __init__(self, original: ModelRepository) -> None:
         self._original = original
@@ -143,7 +143,8 @@ class ManagedModels:
     async def scale(
         self, name: str, version: str | None, min_workers: int, max_workers: int, grace: float | None
     ) -> None:
-        """Sets the least and the largest number of workers; those that end get ``grace`` seconds (None: no limit).
+        """Sets the minimum and the maximum number of workers. Workers that end get ``grace`` seconds; None means no
+        limit.
 
         Returns when the workers have started and ended. Raises ManagementRefusal if a worker cannot be started.
         """

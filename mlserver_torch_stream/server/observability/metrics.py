@@ -4,10 +4,10 @@ Labels are a model's name and version, from its settings, and a ``finish_reason`
 list, so no text of a client becomes a label. Names follow vLLM's if vLLM has the metric.
 
 The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use of the cache, and
-newer ones ``num_requests_running`` (docs/proposals/003-model-server-protocol in
+newer versions need ``num_requests_running`` (docs/proposals/003-model-server-protocol in
 kubernetes-sigs/gateway-api-inference-extension). That page says ``gpu_cache_usage_perc``, which vLLM renamed to
 ``kv_cache_usage_perc`` in 0.9, so both are exported; ``lora_requests_info`` is for servers of LoRA adapters only. The
-other names are those of docs.vllm.ai/en/stable/usage/metrics, where ``time_per_output_token_seconds`` is the old name
+other names are listed at docs.vllm.ai/en/stable/usage/metrics, where ``time_per_output_token_seconds`` is the old name
 of ``inter_token_latency_seconds``. Their only label is ``model_name``, so the versions of a model are added up.
 
 Under TorchServe's names a model without a version has the version ``default``. TorchServe's counters of microseconds

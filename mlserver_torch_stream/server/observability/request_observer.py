@@ -1,6 +1,6 @@
 """Observes every request: counts it by model and version, and reports it once, at its end, to the log and the trace.
 
-All of it runs on the event loop's thread. A reload of a model does not reset a counter. A scrape in another thread may
+Everything here runs on the event loop's thread. A reload of a model does not reset a counter. A scrape in another thread may
 see one request in some counts and not yet in others. prometheus_client's histogram takes a lock and visits all buckets
 for each observation, and writes a file if MLServer has inference workers; ``Histogram`` needs none of that, because it
 has one writer.
@@ -62,7 +62,7 @@ class RequestRecord:
     version: str
     endpoint: EndpointKind
     request: GenerationRequest | None = None  # None if the body could not be decoded
-    prompts: tuple[Prompt, ...] = ()  # complete, also if the client sent them in pieces
+    prompts: tuple[Prompt, ...] = ()  # complete, even if the client sent them in pieces
     prompt_tokens: int = 0
     completion_tokens: int = 0  # tokens in the events that were sent
     queue_s: float | None = None
@@ -71,7 +71,7 @@ class RequestRecord:
     reasons: list[FinishReason] = field(default_factory=list)  # one for each sequence that has ended
     texts: dict[int, list[str]] = field(default_factory=dict)  # by sequence; kept only if the log shows prompts
     error: BaseException | None = None
-    status: int = OK  # the REST status, also for requests over gRPC
+    status: int = OK  # the REST status, for requests over gRPC too
 
     @property
     def sequences(self) -> int:
@@ -312,6 +312,7 @@ class ModelRequestObservers(RequestObservers):
         return ServerRequestObserver(self._record(request.request_id, request), self._reports, streaming=streaming)
 
     def refused(self, request_id: str, error: BaseException) -> None:
+        """Reports a request that was refused before it had a reply."""
         record = self._record(request_id, None)
         ServerRequestObserver(record, self._reports, streaming=self._endpoint.streams).failed(error)
 

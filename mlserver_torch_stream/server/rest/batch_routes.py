@@ -54,7 +54,7 @@ _CONTENT_TYPE = "application/octet-stream"
 class UploadStalled(RequestError):
     """The client has sent nothing of its file for too long.
 
-    Without this limit a few dead connections would occupy all uploads for ever.
+    Without this limit a few dead connections would occupy all uploads forever.
     """
 
     status = 408
@@ -259,7 +259,7 @@ def _json(body: JsonObject) -> Response:
 
 
 class _Download(Response):
-    """Sends a file in pieces; the first one was read before the status was chosen.
+    """Sends a file in pieces; the first piece was read before the status was chosen.
 
     A client that reads nothing for ``stalled_after`` seconds is disconnected.
     """

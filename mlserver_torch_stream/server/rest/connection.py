@@ -95,7 +95,7 @@ def _set_option(transport: Any, level: int, option: int, value: int | bytes) -> 
 async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
     """Calls ``left`` once if the client disconnects during the block. The request's body must have been read.
 
-    Watching takes a task, which starts only after ``_UNWATCHED_S`` seconds, so that short replies need none.
+    Watching takes a task, which starts only after ``_UNWATCHED_S`` seconds, so that short replies do not need one.
     """
     watcher: asyncio.Task[None] | None = None
 
@@ -135,8 +135,8 @@ class Http1(HttpProtocol):
     answered over HTTP/1.
 
     A client must send the head of a request within ``piece_timeout`` seconds, and then some of its body in each such
-    time. It must read some of its answers in each ``stalled_reader_timeout`` (0: no limit). Otherwise its connection is
-    closed. When it disconnects, all its pipelined requests end.
+    time. It must read some of its answers in each ``stalled_reader_timeout``, unless that is 0. Otherwise its
+    connection is closed. When it disconnects, all its pipelined requests end.
     """
 
     def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
@@ -145,7 +145,8 @@ class Http1(HttpProtocol):
         self._beside_body = 0
         self._silent_after = options.piece_timeout
         self._stalled_after = options.stalled_reader_timeout
-        self._waiting_since: float | None = None  # the last bytes of an incomplete request; None if none is incomplete
+        # When the last bytes of an incomplete request arrived; None if no request is incomplete.
+        self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
 
@@ -190,6 +191,7 @@ class Http1(HttpProtocol):
         super().on_body(body)
 
     def takes_head(self) -> bool:
+        """Returns whether the head of a request is accepted. Raises ValueError if it names two hosts."""
         self._beside_body = 0
         self._waiting_since = self.loop.time()
         if self.declines():

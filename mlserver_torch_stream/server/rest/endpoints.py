@@ -1,8 +1,8 @@
 """The REST endpoints of our models: one request in, one JSON reply or one stream of events out.
 
-They serve requests for our models and for unknown ones; a path that names a model of another runtime does not match, so
-MLServer serves it. MLServer's counters and CloudEvents headers come from its data plane, as for any model. Its response
-cache is not used, because sampled replies differ.
+They serve requests for our models and for unknown models; a path that names a model of another runtime does not match,
+so MLServer serves it. MLServer's counters and CloudEvents headers come from its data plane, as for any model. Its
+response cache is not used, because sampled replies differ.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class EndpointRequest(HttpRequest[Reply]):
         self._ignored: list[str] = []  # the names of unknown parameters that are ignored
 
     async def serve(self) -> None:
-        self.request_id = self._spelling.request_id({}, self._headers)  # for errors in the body
+        """Reads the request, has the model answer it, and sends the reply."""
+        self.request_id = self._spelling.request_id({}, self._headers)  # errors in the body are answered with this id
         if "model_name" in self._path:
             self._find({})  # an unknown model is 404 even if the body is wrong
         body = await self.body()
@@ -181,7 +182,7 @@ class EndpointRequest(HttpRequest[Reply]):
         await send_refusal(self._send, status, orjson.dumps(body), error.retry_after, self._spelling_headers())
 
     def _spelling_headers(self) -> EncodedHeaders:
-        """The headers that the spelling adds to every reply."""
+        """Returns the headers that the spelling adds to every reply."""
         self.request_id = self.request_id or str(uuid4())
         headers = self._spelling.headers(self.request_id)
         ignored = [(_IGNORED_HEADER, ", ".join(map(quote, self._ignored)).encode())] if self._ignored else []
@@ -227,7 +228,7 @@ class EndpointRequest(HttpRequest[Reply]):
             asyncio.get_running_loop().call_later(pause, self._endpoint.decoding.release)
 
     def _posted(self, whole: bytes) -> PostedBody:
-        """Parses the body: as a JSON object, or in the way of a model that parses bodies itself.
+        """Parses the body as a JSON object, or has the model parse it if the model does so itself.
 
         Raises RequestError.
         """

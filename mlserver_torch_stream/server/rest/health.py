@@ -63,7 +63,9 @@ class _HealthRoute(SelectiveRoute):
         self._lifecycle = lifecycle
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        """During a shutdown also accepts unknown names, as the registry forgets a model whose load is interrupted."""
+        """During a shutdown it also accepts unknown names, because the registry forgets a model whose load is
+        interrupted.
+        """
         if "model_name" not in path:
             return True
         models = self._models(path)

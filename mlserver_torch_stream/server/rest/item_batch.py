@@ -107,7 +107,7 @@ class _BatchEndpoint:
         # While all workers are busy, one batch waits in the handler's queue, so that a worker begins it as soon as it
         # has ended its own. Further batches wait here, because in the queue they would be split and joined: a batch of
         # the run is to become one batch of the handler. A batch of one item cannot be split. The items of sequences
-        # come one by one, and the handler's queue gathers those of several sequences.
+        # come one by one, and the handler's queue gathers the items of several sequences.
         gathered = described["stateful"] if isinstance(found, HandlerModel) else True
         waits = not gathered and described["batchSize"] > 1
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) + 1 if waits else _UNBOUNDED)
@@ -148,7 +148,7 @@ class _BatchEndpoint:
         try:
             async with turns, request.entered(self._host) as model:
                 answers = await self._answers(model, items)
-        except Exception as error:  # the model can answer none of the items now
+        except Exception as error:  # the model cannot answer any of the items now
             refused = request.refuse(error)
             status, body = OPENAI_CHAT.refusal(refused)
             shared = refused.shared or len(items) > 1
@@ -158,7 +158,7 @@ class _BatchEndpoint:
         await send({"type": "http.response.body", "body": b"".join((head, *answers)), "more_body": True})
 
     async def _answers(self, model: ServedModel, items: Sequence[Item]) -> list[bytes]:
-        """Returns a frame for each item. Raises RequestError if the model can answer none of them now."""
+        """Returns a frame for each item. Raises RequestError if the model cannot answer any of them now."""
         if isinstance(model, TokenModel):
             return await _gather([self._completion(model, header, body) for header, body in items])
         assert isinstance(model, HandlerModel)

@@ -27,7 +27,7 @@ MAX_FIELDS = 1000
 _AT_ONCE = 64 * 1024  # bytes of a form that are parsed before other requests get a turn
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
-_OF_FILES = "application/octet-stream"  # the content type of a file that names none
+_OF_FILES = "application/octet-stream"  # the content type of a file that does not name one
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ def first_headers(scope: Scope) -> dict[str, str]:
 
 
 def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str] | None = None) -> EncodedHeaders:
-    """Returns the headers of a reply. ``own`` are the handler's, except those of the connection, which the server sets.
+    """Returns the headers of a reply. ``own`` are the handler's headers. Headers of the connection, which the server
+    sets, are left out.
 
     Raises UnsendableHead.
     """

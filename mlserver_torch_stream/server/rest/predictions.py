@@ -83,6 +83,7 @@ class TokenPredictions:
             raise no_handler(path.name, self.paths(path.name)[0])
 
     def paths(self, name: str) -> tuple[str, ...]:
+        """Returns the paths below ``/predictions`` at which the model ``name`` answers."""
         return tuple(f"/predictions/{name}/{rest}" for rest in self._endpoints)
 
 
@@ -187,7 +188,8 @@ class _Prediction(HttpRequest[PieceReply]):
 
 @dataclass(frozen=True)
 class _Path:
-    """A path of TorchServe's. ``methods`` are those of the route; with None the endpoint refuses wrong methods.
+    """A path of TorchServe's. The route accepts ``methods``; with None the route accepts all, and the endpoint refuses
+    the wrong ones.
 
     A ``legacy`` path is one that TorchServe kept from its predecessor, where the parameters of the query are fields. If
     no model of ours has the name in it, the path may belong to another route.

@@ -89,8 +89,8 @@ _HEADERS = [
 class EventStream(ChunkStream):
     """A stream of server-sent events. Call ``send`` inside ``async with``, then ``end``.
 
-    The status line is sent with the first event or ping. A ``ping`` follows ``keep_alive`` seconds of silence (0:
-    none). ``headers`` are added to those of every stream.
+    The status line is sent with the first event or ping. A ``ping`` follows ``keep_alive`` seconds of silence; 0 means
+    no pings. ``headers`` are added to the headers of every stream.
     """
 
     def __init__(

@@ -1,0 +1,256 @@
+"""Goodput: the tokens per second of requests that keep bounds on their first token and on their longest pause.
+
+python -m benchmarks.goodput --peers llama.cpp   measures our server and peers in turn, at 1 to 32 streams
+python -m benchmarks.goodput zen3                writes docs/images/goodput.svg from the lines of that chip
+
+Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other bounds need no new measurement. All
+servers run at the same time and are asked one after the other, level by level; an idle server uses no CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from benchmarks import load, machine
+from benchmarks.answers import Answer, Ask, check_all
+from benchmarks.bench import EMBEDDED
+from benchmarks.model_folder import model_folder
+from benchmarks.peers import PEERS
+from benchmarks.prompts import Prompts
+from benchmarks.results import ROOT, commit
+from benchmarks.servers import Contender, Live, Ours
+from benchmarks.sweep import run_quietly
+
+STREAMS = (1, 2, 4, 8, 16, 32)
+_LEAST_REQUESTS = 6  # of a level; more streams have two requests each
+_PICTURE = ROOT / "docs" / "images" / "goodput.svg"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds that a good request keeps, in milliseconds."""
+
+    ttft_ms: float
+    pause_ms: float
+
+
+BOUNDS = (Bounds(500.0, 100.0), Bounds(1000.0, 200.0), Bounds(2000.0, 400.0))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a level: ``streams`` requests were in flight at any time. ``level_s`` is the level's duration."""
+
+    server: str
+    streams: int
+    ttft_ms: float
+    pause_ms: float
+    new_tokens: int
+    level_s: float
+
+
+def as_lines(server: str, streams: int, answers: Sequence[Answer]) -> list[Line]:
+    """Returns one line for each answer of a level."""
+    seconds = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+    return [
+        Line(server, streams, 1000 * each.ttft, 1000 * max(each.gaps, default=0.0), each.new_tokens, seconds)
+        for each in answers
+    ]
+
+
+def goodput(lines: Sequence[Line], bounds: Bounds | None = None) -> dict[str, dict[int, float]]:
+    """Returns tokens per second by server and number of streams: of the requests within the bounds, or of all."""
+    found: dict[str, dict[int, float]] = {}
+    for line in lines:
+        level = found.setdefault(line.server, {})
+        good = bounds is None or (line.ttft_ms <= bounds.ttft_ms and line.pause_ms <= bounds.pause_ms)
+        level[line.streams] = level.get(line.streams, 0.0) + good * line.new_tokens / line.level_s
+    return found
+
+
+# --- measuring ---
+
+
+def measure(options: argparse.Namespace, path: Path) -> None:
+    """Measures all levels and appends a line for each request to ``path``."""
+    folder = model_folder(options.uri, {})
+    prompts = Prompts(folder, options.seed)
+    contenders: list[Contender] = [Ours(options.uri)]
+    for name in filter(None, options.peers.split(",")):
+        make, home = PEERS[name]
+        peer = make(options.folder.resolve() / home, folder, None)
+        peer.install()
+        peer.prepare()
+        contenders.append(peer)
+    described = machine.describe()
+    head = {"run": described["date"], "commit": commit(), "machine": described, "model": options.uri,
+            "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens,
+            "versions": {each.name: each.versions() for each in contenders}}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack, path.open("a") as file:
+        servers = {}
+        for contender in contenders:
+            where = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            servers[contender.name] = stack.enter_context(contender.start(where))
+        file.write(json.dumps(head) + "\n")
+        run_quietly(_levels(servers, options, prompts, file))
+
+
+async def _levels(servers: Mapping[str, Live], options: argparse.Namespace, prompts: Prompts, file: Any) -> None:
+    def asks(*label: object, count: int) -> list[Ask]:
+        made = (prompts.text(options.prompt_tokens, *label, index) for index in range(count))
+        return [Ask(text, tokens, options.new_tokens) for text, tokens in made]
+
+    async with AsyncExitStack() as stack:
+        for name, live in servers.items():
+            stack.push_async_callback(live.endpoints["rest"].close)
+            await load.together(live.endpoints["rest"], asks("warm", name, count=max(options.streams)))
+        for streams in options.streams:
+            for name, live in servers.items():
+                endpoint = live.endpoints["rest"]
+                asked = asks(streams, count=max(_LEAST_REQUESTS, 2 * streams))
+                answers = [endpoint.read(each) for each in await load.always(endpoint, asked, streams)]
+                check_all(asked, answers)
+                lines = as_lines(name, streams, answers)
+                file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
+                file.flush()
+                print(name, streams, f"{goodput(lines)[name][streams]:.0f} tokens/s", flush=True)
+                await asyncio.sleep(1.0)
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], list[Line]]:
+    """Returns the head of the latest run in a file, and the requests of the latest run of each server and level."""
+    head: dict[str, Any] = {}
+    levels: dict[tuple[str, int], list[Line]] = {}
+    fresh: set[tuple[str, int]] = set()
+    for text in path.read_text().splitlines():
+        value = json.loads(text)
+        if "run" in value:
+            head, fresh = value, set()
+            continue
+        line = Line(**value)
+        level = (line.server, line.streams)
+        if level not in fresh:
+            fresh.add(level)
+            levels[level] = []
+        levels[level].append(line)
+    return head, [line for lines in levels.values() for line in lines]
+
+
+# --- the picture ---
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _PLOT_H, _GAP = 1000, 390, 56, 74, 210, 34
+_COLOURS = ("a", "b", "c", "d")
+_STYLE = """
+  .bg { fill: #ffffff } .grid { stroke: #dfe4ea } text { fill: #1c2733; font-size: 13px }
+  .m { text-anchor: middle } .e { text-anchor: end; font-size: 12px } .h { font-size: 14px; font-weight: 600 }
+  .l { fill: none; stroke-width: 2.2 } .all { stroke-dasharray: 5 4; stroke-width: 1.4; opacity: 0.75 }
+  .a { stroke: #2f6fc4 } .b { stroke: #b9770e } .c { stroke: #2e7d46 } .d { stroke: #8a3fa0 }
+  @media (prefers-color-scheme: dark) {
+    .bg { fill: #14181d } .grid { stroke: #3a4553 } text { fill: #e8edf3 }
+    .a { stroke: #78b0f5 } .b { stroke: #e5a94b } .c { stroke: #6cc48a } .d { stroke: #cf8fe0 }
+  }
+"""
+
+
+def picture(head: Mapping[str, Any], lines: Sequence[Line], bounds: Sequence[Bounds] = BOUNDS) -> str:
+    """Returns an SVG with a plot of goodput over streams for each of ``bounds``; dashed is the rate of all requests."""
+    streams = sorted({line.streams for line in lines})
+    servers = list(dict.fromkeys(line.server for line in lines))
+    whole = goodput(lines)
+    top = max(rate for rates in whole.values() for rate in rates.values())
+    step = next(size for size in (10, 20, 50, 100, 200, 500) if top / size <= 6)
+    highest = (int(top / step) + 1) * step
+    width = (_WIDTH - _LEFT - 16 - _GAP * (len(bounds) - 1)) / len(bounds)
+    where = head["machine"]
+    title = f"Goodput over load, {head['machine']['cpu']} ({where['cores']} cores, {where['date'][:10]})"
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        'aria-labelledby="title desc" font-family="system-ui, sans-serif">',
+        f'<title id="title">{escape(title)}</title>',
+        f'<desc id="desc">{escape(_described(lines, bounds))}</desc>',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="bg" width="{_WIDTH}" height="{_HEIGHT}" rx="14"/>',
+        f'<text class="h" x="{_LEFT}" y="26">tokens/s of requests within the bounds, by streams in flight</text>',
+    ]
+    for index, limit in enumerate(bounds):
+        left = _LEFT + index * (width + _GAP)
+        out.append(
+            f'<text x="{left:.0f}" y="58">TTFT ≤ {limit.ttft_ms / 1000:g} s, pauses ≤ {limit.pause_ms:g} ms</text>'
+        )
+        for value in range(0, highest + 1, step):
+            y = _TOP + _PLOT_H * (1 - value / highest)
+            out.append(f'<path class="grid" d="M{left:.0f} {y:.1f}h{width:.0f}"/>')
+            if not index:
+                out.append(f'<text class="e" x="{left - 8:.0f}" y="{y + 4:.1f}">{value}</text>')
+        xs = {count: left + width * (place + 0.5) / len(streams) for place, count in enumerate(streams)}
+        out += [f'<text class="m" x="{x:.0f}" y="{_TOP + _PLOT_H + 20}">{count}</text>' for count, x in xs.items()]
+        for rates, dashed in ((whole, " all"), (goodput(lines, limit), "")):
+            for server, colour in zip(servers, _COLOURS, strict=False):
+                points = " ".join(
+                    f"{xs[count]:.1f},{_TOP + _PLOT_H * (1 - rate / highest):.1f}"
+                    for count, rate in sorted(rates[server].items())
+                )
+                out.append(f'<polyline class="l {colour}{dashed}" points="{points}"/>')
+    x = _LEFT
+    for server, colour in zip(servers, _COLOURS, strict=False):
+        out.append(f'<path class="l {colour}" d="M{x} 334h28"/><text x="{x + 36}" y="338">{escape(server)}</text>')
+        x += 64 + 8 * len(server)
+    out.append(f'<path class="l all a" d="M{x} 334h28"/><text x="{x + 36}" y="338">all requests</text>')
+    caption = (
+        f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}; {head['model'].rpartition('/')[2]}, prompts of "
+        f"{head['prompt_tokens']} tokens, answers of {head['new_tokens']}"
+    )
+    out.append(f'<text x="{_LEFT}" y="368">{escape(caption)}</text></svg>')
+    return "\n".join(out) + "\n"
+
+
+def _described(lines: Sequence[Line], bounds: Sequence[Bounds]) -> str:
+    """Returns the numbers of the picture as text, for readers who do not see it."""
+    parts = []
+    for limit in bounds:
+        rates = goodput(lines, limit)
+        shown = "; ".join(
+            f"{server}: " + ", ".join(f"{rate:.0f} at {count}" for count, rate in sorted(levels.items()))
+            for server, levels in rates.items()
+        )
+        parts.append(f"TTFT up to {limit.ttft_ms:g} ms and pauses up to {limit.pause_ms:g} ms: {shown}.")
+    return " ".join(parts)
+
+
+def _lines_of(chip: str) -> Path:
+    return ROOT / "benchmarks" / "proofs" / f"goodput-{chip}.jsonl"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, or draws the picture of a chip."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chip", nargs="?", help="draw the picture from this chip's lines and measure nothing")
+    parser.add_argument("--uri", default=EMBEDDED, help="the model (%(default)s)")
+    parser.add_argument("--peers", default="", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "mlserver-torch-stream" / "peers")
+    parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="default: benchmarks/proofs/goodput-CHIP.jsonl")
+    options = parser.parse_args(arguments)
+    options.streams = [int(count) for count in options.streams.split(",")]
+    if options.chip is None:
+        measure(options, options.output or _lines_of(machine.chip()))
+    else:
+        _PICTURE.write_text(picture(*read_lines(_lines_of(options.chip))))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

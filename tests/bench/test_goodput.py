@@ -1,0 +1,80 @@
+"""Goodput of made-up answers, worked out by hand, its picture, and the sizes of installed distributions."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.answers import Answer
+from benchmarks.beside_guidellm import read_guidellm
+from benchmarks.footprint import size_of
+from benchmarks.goodput import BOUNDS, Bounds, Line, as_lines, goodput, picture, read_lines
+
+MACHINE = {"date": "2026-01-01T00:00:00+00:00", "cpu": "some <CPU>", "cores": 2}
+HEAD = {"machine": MACHINE, "model": "embedded://m", "prompt_tokens": 8, "new_tokens": 4}
+
+
+def _line(ttft_ms: float, pause_ms: float, streams: int = 2, server: str = "ours") -> Line:
+    return Line(server, streams, ttft_ms, pause_ms, new_tokens=10, level_s=4.0)
+
+
+def test_a_request_is_good_within_both_bounds() -> None:
+    lines = [_line(100, 50), _line(101, 50), _line(100, 51), _line(20, 10)]
+    assert goodput(lines, Bounds(100, 50)) == {"ours": {2: 5.0}}
+    assert goodput(lines) == {"ours": {2: 10.0}}
+    assert goodput(lines, Bounds(1, 1)) == {"ours": {2: 0.0}}, "a level without a good request is 0, not missing"
+
+
+def test_a_line_has_the_first_token_the_longest_pause_and_the_levels_duration() -> None:
+    answers = [Answer(1.0, 3.0, (1.5, 1.75, 2.75), 8, 3), Answer(2.0, 5.0, (2.25,), 8, 1)]
+    first, second = as_lines("ours", 2, answers)
+    assert (first.ttft_ms, first.pause_ms, first.new_tokens, first.level_s) == (500, 1000, 3, 4)
+    assert (second.ttft_ms, second.pause_ms) == (250, 0), "an answer of one event has no pause"
+
+
+def test_a_later_run_replaces_the_levels_that_it_measured(tmp_path: Path) -> None:
+    runs = [[_line(1, 1), _line(2, 2), _line(3, 3, streams=4)], [_line(9, 9)]]
+    texts = [json.dumps(text) for run in runs for text in ({"run": len(run)}, *map(asdict, run))]
+    file = tmp_path / "chip.jsonl"
+    file.write_text("\n".join(texts))
+    head, lines = read_lines(file)
+    assert head == {"run": 1}
+    assert [(line.streams, line.ttft_ms) for line in lines] == [(2, 9), (4, 3)]
+
+
+def test_the_picture_is_xml_that_names_servers_bounds_and_numbers() -> None:
+    lines = [_line(100, 50, streams, server) for streams in (1, 2) for server in ("ours", "a & b")]
+    root = ElementTree.fromstring(picture(HEAD, lines))
+    texts = [element.text or "" for element in root.iter()]
+    assert {"ours", "a & b"} <= set(texts) and any("some <CPU>" in text for text in texts)
+    assert sum("TTFT ≤" in text for text in texts) == len(BOUNDS)
+    assert any("ours: 2 at 1, 2 at 2" in text for text in texts), "the numbers are there for readers without eyes"
+    lines_drawn = [element for element in root.iter() if element.tag.endswith("polyline")]
+    assert len(lines_drawn) == len(BOUNDS) * 2 * 2, "each plot has a line and a dashed line for each server"
+
+
+def test_guidellms_report_is_read_and_a_failed_request_is_an_error() -> None:
+    metrics: dict[str, Any] = {
+        "request_totals": {"successful": 2, "total": 2},
+        "time_to_first_token_ms": {"successful": {"percentiles": {"p50": 5.0, "p99": 9.0}}},
+        "output_token_count": {"successful": {"total_sum": 30}},
+        "output_tokens_per_second": {"successful": {"mean": 14.0}},
+    }
+    report = {"metrics": metrics, "start_time": 10.0, "end_time": 12.0}
+    found = read_guidellm(report)
+    assert (found["tokens_per_s"], found["ttft_p50_ms"], found["ttft_p99_ms"]) == (15.0, 5.0, 9.0)
+    metrics["request_totals"]["total"] = 3
+    with pytest.raises(RuntimeError, match="requests failed"):
+        read_guidellm(report)
+
+
+def test_a_distribution_is_as_large_as_its_files_and_those_of_its_requirements() -> None:
+    python = Path(sys.executable)
+    alone, both = size_of(python, "numpy"), size_of(python, "numpy", "packaging")
+    assert 0 < alone < both < size_of(python, "transformers")
