@@ -1,9 +1,9 @@
 """Observes every request: counts it by model and version, and reports it once, at its end, to the log and the trace.
 
-Everything here runs on the event loop's thread. A reload of a model does not reset a counter. A scrape in another thread may
-see one request in some counts and not yet in others. prometheus_client's histogram takes a lock and visits all buckets
-for each observation, and writes a file if MLServer has inference workers; ``Histogram`` needs none of that, because it
-has one writer.
+Everything here runs on the event loop's thread. A reload of a model does not reset a counter. A scrape in another
+thread may see one request in some counts and not yet in others. prometheus_client's histogram takes a lock and visits
+all buckets for each observation, and writes a file if MLServer has inference workers; ``Histogram`` needs none of that,
+because it has one writer.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class ClientLoad:
         self._listeners: list[Callable[[], None]] = []
 
     def sequences(self, model: str) -> int:
-        """The number of sequences that clients' requests to this model have in flight."""
+        """Returns the number of sequences that clients' requests to this model have in flight."""
         return self._sequences[model]
 
     def listen(self, listener: Callable[[], None]) -> None:
