@@ -1,10 +1,10 @@
-"""Scores of one model with its weights in several formats, by lm-evaluation-harness, as a table of docs/scores.md.
+"""Scores of one model with its weights in several formats, by lm-evaluation-harness, as a table.
 
-    python -m tests.clients.lm_eval_weights PYTHON RESULTS [--examples 200] [--write]
+    python -m tests.clients.lm_eval_weights PYTHON RESULTS [--examples 200]
 
 PYTHON is an interpreter that has lm-eval. The model is the embedded one, whose file has weights in Q4_1: float32 is
 that file dequantised, and each other format is made of it. The scores of each format are kept in the folder RESULTS,
-and a run leaves out what is there already. Prints the table, and with ``--write`` puts it into the page.
+and a run leaves out what is there already. Prints the table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -27,8 +26,6 @@ from tests.clients.lm_eval_choices import FLOAT32, MODEL, Scores, float32_folder
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, serve
 
-_PAGE = Path(__file__).parents[2] / "docs" / "scores.md"
-_BEGIN, _END = "<!-- table: weights -->", "<!-- end -->"
 _HEAD = (
     "| weights | settings | accuracy | right, of {examples} "
     "| right here and wrong in float32; wrong here and right there "
@@ -92,21 +89,15 @@ def _row(name: str, found: Scores, exact: Scores) -> str:
     return f"| {' | '.join(str(cell) for cell in cells)} |\n"
 
 
-def _write(table: str) -> None:
-    page = _PAGE.read_text(encoding="utf-8")
-    between = re.compile(f"({_BEGIN}\n\n).*?(\n{_END})", re.DOTALL)
-    _PAGE.write_text(between.sub(lambda around: f"{around[1]}{table}{around[2]}", page), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python")
     parser.add_argument("results", type=Path)
     parser.add_argument("--examples", type=int, default=200)
-    parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     options.results.mkdir(exist_ok=True)
-    table, exact = _HEAD.format(examples=options.examples), None
+    print(_HEAD.format(examples=options.examples), end="", flush=True)
+    exact = None
     for name in _SETTINGS:
         file = options.results / f"{options.examples} {name}.json"
         if not file.is_file():
@@ -115,11 +106,7 @@ def main() -> None:
             file.write_text(json.dumps(asdict(found)))
         kept = Scores(**json.loads(file.read_text()))
         exact = exact or kept
-        row = _row(name, kept, exact)
-        print(row, end="", flush=True)
-        table += row
-    if options.write:
-        _write(table)
+        print(_row(name, kept, exact), end="", flush=True)
 
 
 if __name__ == "__main__":
