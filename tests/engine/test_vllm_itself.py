@@ -31,7 +31,9 @@ from tests.engine.real_vllm import NEEDS_VLLM, UNLIKELY_S, build, descendants, n
 from tests.engine.tiny import collect, run, until
 
 _QUESTION = ChatPrompt(({"role": "user", "content": "What is the capital of France?"},))
-_LEAK_BYTES = 2**25
+_LEAK_BYTES = 2**23
+_COMPUTES = "VLLM::Worker"
+_WARMING_BYTES = 2**27
 _LONG = {"max_model_len": 512, "kv_cache_memory": "256MiB"}
 
 pytestmark = NEEDS_VLLM
@@ -219,6 +221,8 @@ def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tmp_path: Pat
 
 
 def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path: Path) -> None:
+    """The process that computes holds no request. It grows as it writes the pages of its cache for the first time, and
+    makes kernels for new numbers of tokens: by 48, 33, 27, 22, 7, 8 and 12 MiB in 300 requests each."""
     built = build(save_tiny("llama", tmp_path), max_num_seqs=16)
 
     async def ask(number: int, free: asyncio.Semaphore) -> None:
@@ -231,17 +235,19 @@ def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path:
             else:
                 assert [event async for event in stream][-1].finish_reason is FinishReason.LENGTH
 
-    async def ask_all(numbers: range) -> tuple[int, int]:
+    async def ask_all(numbers: range) -> tuple[int, int, int]:
         free = asyncio.Semaphore(32)
         await asyncio.gather(*(ask(number, free) for number in numbers))
         await until(lambda: built.engine.load == 0, "the end of all")
         await asyncio.sleep(1)  # vLLM ends the last sequences in its next step
         pids = {os.getpid(), *descendants(os.getpid())}
-        return sum(map(_resident, pids)), sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        computing = set(named(pids, _COMPUTES))
+        descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        return sum(map(_resident, pids - computing)), sum(map(_resident, computing)), descriptors
 
     try:
-        before, open_before = run(ask_all(range(300)), UNLIKELY_S)
-        after, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
+        before, cold, open_before = run(ask_all(range(300)), UNLIKELY_S)
+        after, warm, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
         stats = built.engine.stats()
     finally:
         assert built.give_back()
@@ -249,6 +255,8 @@ def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path:
     assert (stats.running_sequences, stats.waiting_requests, stats.kv_cache_bytes) == (0, 0, 0)
     assert stats.cancelled_sequences <= 334
     assert after - before < _LEAK_BYTES
+    assert cold > 0, "vLLM has no process of that name"
+    assert warm - cold < _WARMING_BYTES
     assert open_after <= open_before + 2  # a socket of the event loop, and its wake-up
 
 
