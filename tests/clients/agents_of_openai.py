@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from agents import (
     Agent,
@@ -21,7 +21,7 @@ from agents import (
 from openai import AsyncOpenAI
 from typed_answers import Look
 
-_SETTINGS = ModelSettings(tool_choice="look", temperature=1.0, max_tokens=300)
+_SETTINGS = ModelSettings(tool_choice="look", temperature=1.0, max_tokens=300, parallel_tool_calls=False)
 
 
 async def main(url: str) -> None:
@@ -35,7 +35,7 @@ async def converse(model: Any) -> None:
     looks: list[str] = []
 
     @function_tool
-    def look(place: str, far: bool) -> str:
+    def look(place: Literal["home", "work"], far: bool) -> str:
         """Looks at a place."""
         looks.append(place)
         return "no"
@@ -46,7 +46,7 @@ async def converse(model: Any) -> None:
         result = Runner.run_streamed(agent, said) if turn % 2 else await Runner.run(agent, said)
         if turn % 2:
             assert [event.type async for event in result.stream_events()].count("raw_response_event") > 3
-        assert len(looks) == turn + 1 and isinstance(result.final_output, Look)
+        assert len(looks) > turn and isinstance(result.final_output, Look)  # the model may also call once more
         said = [*result.to_input_list(), {"role": "user", "content": "And now?"}]
 
 
