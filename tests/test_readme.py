@@ -145,7 +145,7 @@ def test_the_versions_of_the_compatibility_page_are_those_of_the_lock() -> None:
 
 
 def test_the_tests_that_the_compatibility_page_names_are_there() -> None:
-    named = re.findall(r"tests/[\w/]+(?:\.py)?", markdown.read("docs/compatibility.md"))
+    named = re.findall(r"tests/[\w/]+(?:\.m?[jp][sy])?", markdown.read("docs/compatibility.md"))
     assert named and [path for path in named if not (markdown.ROOT / path).exists()] == []
 
 

@@ -125,7 +125,7 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
         for prompt in ((POISON,), (*prompt_of(13), POISON), (*prompt_of(6), POISON, *prompt_of(20))):
             event = await failed(engine, prompt, greedy(5))
             assert event.token_ids == ()
-            assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
+            assert "failed: RuntimeError; the server's log" in str(event.error) and "poisoned" not in str(event.error)
         assert await other == expected
         assert await tokens_of(engine, prompt_of(9, 1), greedy(30)) == expected
         await settled(engine)
@@ -155,7 +155,7 @@ def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
         for culprit in culprits:
             event = await culprit
             assert event.token_ids == (poison,)  # chosen by the prefill; the step that takes it in raises
-            assert "failed: RuntimeError, of which" in str(event.error) and "poisoned" not in str(event.error)
+            assert "failed: RuntimeError; the server's log" in str(event.error) and "poisoned" not in str(event.error)
         assert [await other for other in others] == expected
         await settled(engine)
 

@@ -315,9 +315,9 @@ class _Timed(StepCost):
         super().__init__()
         self.seconds: list[float] = []
 
-    def note(self, prompt_tokens: int, rows: int, seconds: float) -> None:
+    def note(self, prompt_tokens: int, rows: int, seconds: float, keys: float = 0.0) -> None:
         self.seconds.append(seconds)
-        super().note(prompt_tokens, rows, seconds)
+        super().note(prompt_tokens, rows, seconds, keys)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -24,7 +24,7 @@ _MODELS = "models"  # JSON: settings by model and version
 MAR, DEFAULT_VERSION = "marName", "defaultVersion"  # here the model's folder says both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
 _TLS = "the environment: MLSERVER_TORCH_STREAM_TLS_CERT_FILE, MLSERVER_TORCH_STREAM_TLS_KEY_FILE"
-_MANAGED = "the environment: MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE and those beside it"
+_MANAGED = "set by the environment: MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE and the related variables"
 _INSIDE = "TorchServe's own machinery"
 _WHERE = {
     _ADDRESS: "inference_address grpc_inference_address grpc_inference_port",
@@ -36,7 +36,7 @@ _WHERE = {
     "the environment: MLSERVER_TORCH_STREAM_MAX_BODY_BYTES; for gRPC, settings.json: grpc_max_message_length": (
         "max_request_size"
     ),
-    "streams have no bound, a whole response 1 GiB": "max_response_size",
+    "streams have no bound; a whole response has a bound of 1 GiB": "max_response_size",
     "settings.json: cors_settings": "cors_allowed_origin cors_allowed_methods cors_allowed_headers",
     "deviceIds of the model, or CUDA_VISIBLE_DEVICES": "number_of_gpu",
     "the environment: TS_DECODE_INPUT_REQUEST": "decode_input_request",
