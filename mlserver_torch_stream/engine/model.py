@@ -32,14 +32,13 @@ from mlserver_torch_stream.engine.checks.record import (
     write_record,
 )
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
-from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
 from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
-from mlserver_torch_stream.engine.loading.locate import no_packed_weights, refuse_other_kinds
+from mlserver_torch_stream.engine.loading.locate import no_packed_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
@@ -59,6 +58,7 @@ from mlserver_torch_stream.engine.ranks import LaunchedModel, prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.tensor_parallel.validate import KEY
 from mlserver_torch_stream.engine.watchdog import FairLock
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
@@ -149,10 +149,9 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         return None
     try:
         folder = weights_folder(load.resolved, files.location)
-        refuse_other_kinds(read_config(load.resolved.source.name, str(folder)))  # before kernels are compiled for it
         weights = [folder / WEIGHTS] if files.packed else weight_files(folder)
         return _Recording(record_key(load.resolved, folder, weights, load.kernels), weights) if weights else None
-    except Exception as error:  # a damaged config can raise any error; the load itself reports it
+    except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports the error
         logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
         return None
 
