@@ -89,7 +89,7 @@ class StreamObserver(Protocol):
         """Called for every event that the reader takes, so it must be cheap."""
 
     def closed(self) -> None:
-        """Called when the stream is closed: nobody reads its events from now on."""
+        """Called when the reader has closed the stream, whose further events are not read."""
 
 
 class TokenStream(Protocol):

@@ -33,7 +33,7 @@ from tests.engine.tiny import collect, run, until
 _QUESTION = ChatPrompt(({"role": "user", "content": "What is the capital of France?"},))
 _LEAK_BYTES = 2**23
 _COMPUTES = "VLLM::Worker"
-_WARMING_BYTES = 2**27
+_WARMING_BYTES = 2**25
 _LONG = {"max_model_len": 512, "kv_cache_memory": "256MiB"}
 
 pytestmark = NEEDS_VLLM

@@ -220,7 +220,7 @@ def _forget_unused(cache_dir: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Removes the quantisation from the config: the weights are dense now, and load like those of any other model."""
+    """Removes the quantisation from the config: the weights are dense now, and load like any dense weights."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

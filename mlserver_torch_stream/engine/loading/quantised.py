@@ -86,7 +86,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """Checks the packages of the methods that our tests cover; transformers checks those of other methods."""
+    """Checks the package of a method that our tests cover; transformers checks the packages of other methods."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():

@@ -107,7 +107,7 @@ __attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t st
     for (int64_t b = 0; b < blocks; b++, panel += C::kBlock) {
 #pragma GCC unroll 18
         for (int64_t line = 0; line < C::kBlock; line += 64) prefetch_to_second(panel + kAhead + line);
-        // Not unrolled: else GCC keeps the sums of all sets in registers, and those of bytes in memory.
+        // Not unrolled: otherwise GCC keeps the sums of all sets in registers, and the sums of bytes in memory.
 #pragma GCC unroll 1
         for (int set = 0; set < kSets; set++) add_group<C, M>(rows + b, stride, panel, set * kLanes, sums[set]);
     }

@@ -54,7 +54,7 @@ int native_step(void* decoder, const native::Step* step) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->run(*step); });
 }
 
-// On the decoder's threads. The logits need not be those of the decoder's last step.
+// Draws on the decoder's threads. The logits may be other logits than the decoder's last step has computed.
 int native_draw(void* decoder, const native::DrawCall* call) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->draw(*call); });
 }
