@@ -266,6 +266,7 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
 
 
 def test_an_exception_of_the_kernels_keeps_its_message(folder: Path) -> None:
-    """Of C++'s own containers, whatever a system calls it: a decoder on a negative number of threads."""
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"the decoder failed in the kernels: .*vector"):
+    """Of C++'s own containers, whatever a system calls it: weights are packed on a negative number of threads."""
+    message = r"packing weights failed in the kernels: .*vector"
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=message):
         NativeForward(tiny_model(), KernelOptions(-1, folder))

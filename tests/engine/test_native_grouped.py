@@ -15,12 +15,12 @@ from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.native import groups as formats
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native import weights
-from mlserver_torch_stream.engine.native.groups import GROUP, GroupFormat, Groups, pack_groups
+from mlserver_torch_stream.engine.native.groups import GROUP, PANEL, GroupFormat, Groups, pack_groups
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_kernels
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
-from mlserver_torch_stream.engine.native.weights import GroupedMatrix, Packer
+from mlserver_torch_stream.engine.native.weights import DenseMatrix, GroupedMatrix, Packer
 
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # else (0,)
 ROWS = [1, 2, 3, 5, 6, 7, 12, 17, 40]
@@ -181,6 +181,29 @@ def test_the_kernels_lay_blocks_out_as_torch_does(
     expected = torch.zeros_like(panels)
     pack_groups(Groups(matrix.format, codes[matrix.order], scales[matrix.order], minima), expected)
     assert torch.equal(panels, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("inputs", [6, 64, 576])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["stacked", "interleaved"])
+def test_dense_rows_lie_word_by_word_in_panels(
+    dtype: torch.dtype, inputs: int, interleaved: bool, kernels: ctypes.CDLL
+) -> None:
+    parts = [torch.randn(outputs, inputs) for outputs in (40, 40)]  # no whole panels; float32, whatever the dtype
+    parts[1] = torch.randn(inputs, 40).t()  # not contiguous
+    matrix = DenseMatrix(parts, dtype, interleaved)
+    panels = torch.full((matrix.bytes,), 255, dtype=torch.uint8)
+    matrix.pack(panels, Packer(kernels, 2))
+    rows = torch.cat(parts).to(dtype)[matrix.order]
+    rows[matrix.order < 0] = 0
+    words = rows.view(torch.int32).view(-1, PANEL, inputs * dtype.itemsize // 4)
+    assert torch.equal(panels.view(torch.int32), words.transpose(1, 2).flatten())
+
+
+def test_dense_parts_with_different_inputs_are_refused(kernels: ctypes.CDLL) -> None:
+    matrix = DenseMatrix([torch.zeros(32, 8), torch.zeros(32, 6)], torch.float32, False)
+    with pytest.raises(UnsupportedLayout, match="different inputs"):
+        matrix.pack(torch.zeros(matrix.bytes, dtype=torch.uint8), Packer(kernels))
 
 
 def test_weights_that_float16_scales_do_not_hold_are_refused(kernels: ctypes.CDLL) -> None:

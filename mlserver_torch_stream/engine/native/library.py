@@ -29,10 +29,10 @@ class KernelMatrix(Structure):
 
 
 class KernelPackCall(Structure):
-    """Rows of GGUF's blocks, and the panels that are made of them.
+    """Rows of GGUF's blocks or of dense weights, and the panels that are made of them.
 
-    ``rows``: for each output of the panels the address of its blocks, or null, and the number of their kind.
-    ``groups``: groups of 32 inputs in a row. ``format``: of the panels.
+    ``rows``: for each output of the panels the address of its row, or null, and the number of its kind of blocks.
+    ``groups``: groups of 32 inputs in a row; 32-bit words in a dense one. ``format``: of the panels.
     """
 
     _fields_ = [

@@ -30,6 +30,7 @@ from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Roundin
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
 _COMPARED = 8  # the number of inputs of each output that are compared
+_OTHER_INPUTS = "parts of one matrix with different inputs"
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
@@ -40,6 +41,23 @@ class Packer:
     kernels: ctypes.CDLL
     threads: int = 1
     compares: bool = True
+
+    def pack(self, parts: Sequence[tuple[Tensor, int]], order: Tensor, groups: int, format: int, to: Tensor) -> None:
+        """Lets the kernels write panels of this ``format`` to ``to``, in bytes.
+
+        ``parts``: rows ``[outputs, …]``, each contiguous, and the number of their kind of blocks. ``order``: a
+        ``row_order`` of them. ``groups``: groups of a row, or 32-bit words of a dense one. Raises UnsupportedLayout.
+        """
+        addresses = [data.data_ptr() + torch.arange(len(data)) * data.stride(0) * data.itemsize for data, _ in parts]
+        kinds = [torch.full((len(data),), kind) for data, kind in parts]
+        real = order >= 0
+        rows = torch.zeros(len(order), 2, dtype=torch.long)
+        rows[real] = torch.stack((torch.cat(addresses), torch.cat(kinds)), 1)[order[real]]
+        call = c.KernelPackCall(rows.data_ptr(), len(rows), groups, format, to.data_ptr())
+        try:
+            self.kernels.native_pack(ctypes.byref(call), self.threads)
+        except RuntimeError as error:
+            raise UnsupportedLayout(str(error)) from None
 
 
 class GroupedMatrix:
@@ -88,19 +106,12 @@ class GroupedMatrix:
     def _pack_blocks(self, parts: Sequence[PackedRows], to: Tensor, packer: Packer) -> None:
         """Lets the kernels read the blocks where they are, which may be in a mapped file."""
         if any(part.shape[1] != self._inputs or part.data.stride(1) != 1 for part in parts):
-            raise UnsupportedLayout("parts of one matrix with different inputs")
-        addresses = [part.data.data_ptr() + torch.arange(len(part.data)) * part.data.stride(0) for part in parts]
-        kinds = [torch.full((len(part.data),), part.number) for part in parts]
-        real = self.order >= 0
-        rows = torch.zeros(len(self.order), 2, dtype=torch.long)
-        rows[real] = torch.stack((torch.cat(addresses), torch.cat(kinds)), 1)[self.order[real]]
-        groups = self._inputs // GROUP
-        call = c.KernelPackCall(rows.data_ptr(), len(rows), groups, self.format.number, to.data_ptr())
-        try:
-            packer.kernels.native_pack(ctypes.byref(call), packer.threads)
-        except RuntimeError as error:
-            raise UnsupportedLayout(str(error)) from None
+            raise UnsupportedLayout(_OTHER_INPUTS)
+        packer.pack(
+            [(part.data, part.number) for part in parts], self.order, self._inputs // GROUP, self.format.number, to
+        )
         if packer.compares:
+            real = self.order >= 0
             sampled = [
                 torch.cat(values) for values in zip(*(part.sampled(self._columns) for part in parts), strict=True)
             ]
@@ -234,15 +245,14 @@ class DenseMatrix:
 
     def pack(self, to: Tensor, packer: Packer) -> None:
         """Writes the panels to ``to``, as bytes. Raises UnsupportedLayout."""
-        dense = [part.to(self._dtype) for part in self._parts if isinstance(part, Tensor)]
-        if dense[0].shape[1] * dense[0].element_size() % 4:
-            raise UnsupportedLayout(f"a projection of {dense[0].shape[1]} inputs")
-        words = (torch.cat(dense) if len(dense) > 1 else dense[0].contiguous()).view(torch.int32)
-        panels = to.view(torch.int32).view(-1, words.shape[1], PANEL)
-        for order, some in zip(self.order.split(BLOCK), panels.split(BLOCK // PANEL), strict=True):
-            rows = words[order]
-            rows[order < 0] = 0
-            some.copy_(rows.view(len(some), PANEL, -1).transpose(1, 2))
+        dense = [part.to(self._dtype).contiguous() for part in self._parts if isinstance(part, Tensor)]
+        inputs = dense[0].shape[1]
+        bytes_of_row = inputs * dense[0].itemsize
+        if bytes_of_row % 4:
+            raise UnsupportedLayout(f"a projection of {inputs} inputs")
+        if any(part.shape[1] != inputs for part in dense):
+            raise UnsupportedLayout(_OTHER_INPUTS)
+        packer.pack([(part, 0) for part in dense], self.order, bytes_of_row // 4, self.number, to)
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:

@@ -1,6 +1,8 @@
-// Lays rows of GGUF's blocks out as the panels of groups that ``grouped.h`` describes, without a copy in between.
+// Lays rows of GGUF's blocks out as the panels of groups that ``grouped.h`` describes, and dense rows as those of
+// ``gemm.h``, without a copy in between.
 // Knows nothing of files; ``packed_rows.py`` reads the same blocks in torch, as the reference.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <thread>
@@ -13,12 +15,14 @@ enum BlockKind : int64_t { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_
 
 struct BlockRow {  // mirrored field by field in library.py
     const uint8_t* blocks;  // null: the output pads a panel
-    int64_t kind;
+    int64_t kind;           // not read if the panels are dense
 };
 
 struct PackCall {  // mirrored field by field in library.py
     const BlockRow* rows;  // [outputs], whole panels
-    int64_t outputs, groups, format;
+    int64_t outputs;
+    int64_t groups;  // of a row; in dense panels words of 32 bits
+    int64_t format;
     uint8_t* panels;
 };
 
@@ -208,23 +212,39 @@ template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t
     return finite;
 }
 
-template <class C> bool pack_panels(const PackCall& call, int64_t first, int64_t last) {
-    bool finite = true;
-    for (int64_t panel = first; panel < last; panel++)
-        finite &= pack_panel<C>(call.rows + 32 * panel, call.groups, call.panels + panel * call.groups * C::kBlock);
-    return finite;
+template <class C> bool pack_panel_of(const PackCall& call, int64_t panel) {
+    return pack_panel<C>(call.rows + 32 * panel, call.groups, call.panels + panel * call.groups * C::kBlock);
+}
+
+// Dense panels, [words][32].
+inline void pack_words(const PackCall& call, int64_t panel) {
+    constexpr int64_t kTile = 16;  // words that a row has in a line of the cache
+    const BlockRow* rows = call.rows + 32 * panel;
+    uint8_t* to = call.panels + 32 * panel * call.groups * sizeof(Word);
+    for (int64_t first = 0; first < call.groups; first += kTile) {
+        const int64_t count = std::min(kTile, call.groups - first);
+        Word tile[kTile][32] = {};
+        for (int output = 0; output < 32; output++) {
+            if (rows[output].blocks == nullptr) continue;
+            const uint8_t* from = rows[output].blocks + first * sizeof(Word);
+            __builtin_prefetch(from + kAhead);
+            for (int64_t i = 0; i < count; i++) memcpy(&tile[i][output], from + i * sizeof(Word), sizeof(Word));
+        }
+        memcpy(to + 32 * first * sizeof(Word), tile, 32 * count * sizeof(Word));
+    }
 }
 
 // On `threads` threads. Throws where a scale is not finite in fp16.
 inline void pack(const PackCall& call, int threads) {
-    const auto work = [&](int64_t first, int64_t last) {
+    const auto work = [&](int64_t panel) {
         switch (call.format) {
-            case kFour: return pack_panels<Four>(call, first, last);
-            case kFourMin: return pack_panels<FourMin>(call, first, last);
-            case kEight: return pack_panels<Eight>(call, first, last);
-            case kEightMin: return pack_panels<EightMin>(call, first, last);
-            case kEightHalves: return pack_panels<EightHalves>(call, first, last);
-            default: return pack_panels<EightMinHalves>(call, first, last);
+            case kPlain: return pack_words(call, panel), true;
+            case kFour: return pack_panel_of<Four>(call, panel);
+            case kFourMin: return pack_panel_of<FourMin>(call, panel);
+            case kEight: return pack_panel_of<Eight>(call, panel);
+            case kEightMin: return pack_panel_of<EightMin>(call, panel);
+            case kEightHalves: return pack_panel_of<EightHalves>(call, panel);
+            default: return pack_panel_of<EightMinHalves>(call, panel);
         }
     };
     const int64_t panels = call.outputs / 32;
@@ -232,7 +252,7 @@ inline void pack(const PackCall& call, int threads) {
     std::atomic<int64_t> next{0};
     const auto serve = [&] {
         for (int64_t panel; (panel = next.fetch_add(1)) < panels;)
-            if (!work(panel, panel + 1)) finite = false;
+            if (!work(panel)) finite = false;
     };
     std::vector<std::thread> others;
     others.reserve((size_t)threads);
