@@ -247,9 +247,7 @@ class RequestState:
         return self.params.prompt_logprobs is not None and len(self.scores) < len(self.prompt)
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Returns how many of the prompt tokens from ``start`` to ``end`` need logits, to score the token after
-        each.
-        """
+        """Returns how many of the prompt tokens from ``start`` to ``end`` need logits, which score the next token."""
         return max(0, end - max(start, len(self.scores) - 1)) if self.unscored else 0
 
     @property
@@ -331,6 +329,6 @@ class RequestState:
 
 
 def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """Returns the stop tokens and, unless the request ignores EOS, its EOS ids; it has ``eos_token_ids`` by default."""
+    """Returns the stop tokens and, unless the request ignores EOS, its EOS ids, by default ``eos_token_ids``."""
     eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

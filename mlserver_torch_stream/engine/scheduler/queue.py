@@ -112,9 +112,7 @@ class QueueLimits:
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
-        """Returns the seconds that a forward of ``tokens`` tokens may take: ``step_timeout`` for each ``chunk`` of
-        them.
-        """
+        """Returns the seconds that a forward of ``tokens`` tokens may take: ``step_timeout`` for each ``chunk``."""
         return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
 
 
@@ -207,8 +205,7 @@ class ServiceRate:
 
 
 Refusal = Callable[[int, int, int], str | None]
-"""A callable that gets (sequences, prompt tokens, final tokens), and returns why such a request can never run, or
-None.
+"""A callable that gets (sequences, prompt tokens, final tokens), and returns why such a request can never run, or None.
 """
 
 

@@ -180,9 +180,7 @@ class TokenChoice:
             rows = [row for row, choice in zip(rows, choices, strict=True) if result.take(row, choice)]
 
     def score(self, result: StepResult) -> dict[StepPart, list[TokenLogprob]]:
-        """Returns the scores of prompts whose logits are in ``result``. NaN in a prompt's logits spoils its
-        sequences.
-        """
+        """Returns the scores of prompts whose logits this step has. NaN in a prompt's logits spoils its sequences."""
         scored: dict[StepPart, list[TokenLogprob]] = {}
         for part, row in result.rows.items():
             request = part.sequence.request
