@@ -1,4 +1,4 @@
-"""Computes the logits of transformers' own forward, once for all comparisons, and compares other logits with them."""
+"""Computes the logits of transformers' own forward once for all comparisons, and compares other logits with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExpectedLogits:
         self._samples: dict[tuple[int, ...], DynamicCache] = {}
 
     def near(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the logits ``[len(ids), vocabulary]`` of a sequence, alone and without cache."""
+        """Returns the logits ``[len(ids), vocabulary]`` of a sequence, computed alone and without a cache."""
         key = tuple(ids)
         if key not in self._near:
             output = self.model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
@@ -48,7 +48,7 @@ class ExpectedLogits:
     ) -> torch.Tensor:
         """Returns the logits ``[len(tokens), vocabulary]`` of tokens after a long cache.
 
-        The cache holds the last ``columns`` keys and values of ``sample``, in the order of the indices ``repeated``.
+        The cache has the last ``columns`` keys and values of ``sample``, repeated as the indices ``repeated`` say.
         """
         key = (len(sample), columns, len(repeated), int(at_once), *tokens)
         if key not in self._far:
@@ -71,7 +71,9 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache, filled. States do not depend on positions, so they stay."""
+        """Returns transformers' own cache, filled. Its states are those of ``sample``: they do not depend on
+        positions.
+        """
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)
@@ -93,10 +95,11 @@ class ExpectedLogits:
 def far_columns(
     keys: torch.Tensor, values: torch.Tensor, repeated: torch.Tensor, first: int = 0, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys and values ``[kv_heads, positions, head_dim]`` at the indices ``repeated``, with the oldest
-    values enlarged.
+    """Returns keys and values at the indices ``repeated``, ``[kv_heads, positions, head_dim]``. The oldest values are
+    enlarged, so that the result depends on them.
 
-    They begin at position ``first`` of a sequence of ``length`` tokens; None means that they are the whole sequence.
+    The results are for the positions from ``first`` on, in a sequence of ``length`` tokens; None means the whole
+    sequence.
     """
     indices = repeated.to(keys.device)
     keys, values = keys[:, indices], values[:, indices].clone()
@@ -132,8 +135,8 @@ class Comparison:
     """Collects pairs of logits ``[vocabulary]``: the expected logits and the logits to check.
 
     ``dtype`` is the dtype that causes rounding: the dtype of the weights, or int8 if activations are rounded to it;
-    None means the dtype of the logits. ``same_operations`` means that both logits come from the same operations. If
-    they do not, half precision is judged by the mean error and by the number of logits beyond the tolerance.
+    None means the dtype of the logits. ``same_operations`` means that both logits come from the same operations.
+    Otherwise, logits in half precision are judged by their mean error and by how many are beyond the tolerance.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, same_operations: bool = True) -> None:
@@ -157,12 +160,12 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """True if each single error counts, not their mean."""
+        """True if every single error must be within the tolerance, not only their mean."""
         return self._tolerance in _TOLERANCE.values()
 
     @property
     def difference(self) -> str | None:
-        """Says how much the logits differ, if rounding does not explain the difference; otherwise None."""
+        """Describes how much the logits differ; None if rounding explains the difference."""
         error = self._error()
         return None if error is None else f"{error:.3g} standard deviations"
 
