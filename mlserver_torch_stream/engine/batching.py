@@ -47,7 +47,7 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes further ones.
+    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes its replacements.
 
     ``description`` is for the load summary.
     """
@@ -152,9 +152,7 @@ def _batch_serially(
 def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
-    """Returns the scheduler's bounds. ``chunk`` is the most prompt tokens in a step; None means that prompts are taken
-    whole.
-    """
+    """Returns the scheduler's bounds. ``chunk`` is the most prompt tokens in a step; None means whole prompts."""
     findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
     packs = prepared.choice is not None and prepared.choice.forward.packs
     # A cached prefix is of no use to a model that takes whole prompts or keeps states.

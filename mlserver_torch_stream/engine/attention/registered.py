@@ -29,9 +29,7 @@ class CannotPage(Unsuitable):
 
 
 class AttentionCall(Protocol):
-    """Computes one attention call of a forward, with ``query`` ``[rows, heads, tokens, head_dim]`` and options by
-    name.
-    """
+    """Computes one attention of a forward, from ``query`` ``[rows, heads, tokens, head_dim]`` and options by name."""
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any

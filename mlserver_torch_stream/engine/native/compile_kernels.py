@@ -92,9 +92,7 @@ def _fingerprint(target: Sequence[str]) -> str:
 
 
 def cpu_properties() -> str:
-    """Returns the CPU properties on which ``-march=native`` depends, because different machines may share a cache
-    folder.
-    """
+    """Returns the CPU properties on which ``-march=native`` depends: different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -110,9 +110,7 @@ class _PlanWriter:
         return {"weights": [self.rows(weight) for weight in projection.weights], "biases": biases}
 
     def rows(self, of: Tensor | PackedRows) -> list[Any]:
-        """Returns a tensor's name in the files, first row, number of rows and block format; the name is None if the
-        plan has it.
-        """
+        """Returns a tensor's name, first row, number of rows and block format; the name is None if no file has it."""
         data, kind = (of.data, of.kind) if isinstance(of, PackedRows) else (of, None)
         for name, whole in self.tensors.items():
             if not whole.numel():

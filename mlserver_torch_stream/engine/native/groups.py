@@ -1,5 +1,4 @@
-"""Represents weights as small integers, in groups of 32 neighbouring inputs with one or two scales and perhaps a
-minimum.
+"""Represents weights as small integers, in groups of 32 inputs with one or two scales and perhaps a minimum.
 
 In this form the kernels read int8 and int4 weights and those of all GGUF formats. A weight is ``scale * (code - offset)
 + minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
@@ -104,8 +103,7 @@ def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
 
 
 def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
-    """Returns, for each output in the panels, its row in the stacked parts, ``[outputs]``. The parts have ``counts``
-    rows.
+    """Returns the row of each output of the panels, ``[outputs]``, in the stacked parts of ``counts`` rows.
 
     The row is -1 for an output that pads a panel. If ``interleaved`` is true, the two parts are gates and ups, and each
     panel has the same 16 rows of both.
@@ -119,9 +117,7 @@ def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
 
 
 def pack_groups(groups: Groups, to: Tensor) -> None:
-    """Writes the panels of some outputs to ``to``, as bytes. Raises UnsupportedLayout for scales beyond float16's
-    range.
-    """
+    """Writes the panels of some outputs to ``to``, as bytes. Raises UnsupportedLayout for scales beyond float16."""
     format, missing = groups.format, -len(groups.codes) % PANEL
     padding = (0, -groups.codes.shape[1] % GROUP, 0, missing)
     codes = pad(groups.codes, padding, value=format.offset)

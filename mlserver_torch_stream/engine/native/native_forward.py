@@ -77,9 +77,7 @@ class BatchPart:
 
 
 class PackedBatch:
-    """The arrays of a batch. It copies all but block tables that are already int32 arrays, which must not grow
-    meanwhile.
-    """
+    """The arrays of a batch. Copies all but block tables that are already int32 arrays; these must not grow."""
 
     def __init__(self, batch: Batch, groups: int) -> None:
         sequences = batch.sequences

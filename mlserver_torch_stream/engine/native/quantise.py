@@ -20,9 +20,7 @@ BLOCK = 512  # rows at a time: a float32 copy of the whole head may be larger th
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The formats to which a model's dense weights are rounded. If the head is tied, its format is also the
-    embedding's.
-    """
+    """The formats to which a model's dense weights are rounded. A tied embedding has the head's format."""
 
     layers: GroupFormat
     head: GroupFormat
