@@ -49,7 +49,7 @@ class PackedModel:
 
     @property
     def description(self) -> str:
-        """The sentence in the log about how the weights are stored."""
+        """Describes for the log how the weights are stored."""
         packed = ", ".join(f"{kind} ({count} tensors)" for kind, count in self.kinds.items())
         left = ", ".join(f"{name} ({kind})" for name, kind in self.dequantised.items())
         return f"weights packed as in the file: {packed}" + (f"; dequantised: {left}" if left else "")

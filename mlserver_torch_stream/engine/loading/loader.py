@@ -199,7 +199,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
 
 
 def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
-    """Returns the model of these weights, with its tokenizer and the defaults from its settings."""
+    """Returns the model of these weights, with its tokenizer and the defaults from its files and settings."""
     settings = resolved.settings
     if ignored := not_honoured(weights.generation_config):
         logger.warning("The model's generation config has fields without effect here: %s", ", ".join(ignored))
