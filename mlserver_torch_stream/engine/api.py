@@ -23,10 +23,10 @@ class EngineRequest:
 
     The engine keeps the object and changes it, so submit it only once. The prompt of an ``open`` request is not
     complete yet; ``TokenStream.seal`` sets the whole prompt and queues the request. The scheduler admits requests with
-    a lower ``priority`` number first. The more waiting requests a ``client`` has, the later its next ones are admitted.
-    If the sequences have not ended ``timeout_s`` seconds after the submit, they end with the tokens generated so far.
-    Each answer matches the ``constraint``, which does not apply to the prompt. ``answer`` says how an answer is divided
-    into text, reasoning and tool calls; None means that all of it is text. The text of each answer begins with
+    a lower ``priority`` number first. The more waiting requests a ``client`` has, the later its next request is
+    admitted. If the sequences have not ended ``timeout_s`` seconds after the submit, they end with the tokens generated
+    so far. Each answer matches the ``constraint``, which does not apply to the prompt. ``answer`` says how an answer is
+    divided into text, reasoning and tool calls; None means that all of it is text. The text of each answer begins with
     ``prompt_text``. ``adapter`` names the LoRA adapter to generate with.
     """
 
@@ -96,7 +96,8 @@ class StreamObserver(Protocol):
 class TokenStream(Protocol):
     """Yields the events of one submit, in order within each sequence, and ends after the last event of all sequences.
 
-    The engine never waits for a reader. A slow reader gets fewer, larger events, of at most ``MAX_PER_EVENT``.
+    The engine never waits for a reader. A slow reader gets fewer and larger events, each of at most ``MAX_PER_EVENT``
+    characters.
     """
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
@@ -113,12 +114,12 @@ class TokenStream(Protocol):
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
-        """Sets the whole prompt of an open request, which may differ from the announced ids, and queues the request."""
+        """Sets an open request's whole prompt and queues the request. The prompt may differ from the announced ids."""
 
     def close(self) -> None:
         """Cancels the sequences that still run.
 
-        It does not block and may be called more than once and from any task, so call it in a ``finally``.
+        The call does not block and may be repeated from any task, so make it in a ``finally``.
         """
 
 
@@ -130,7 +131,7 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
         """Queues requests whose events share one stream.
 
-        Raises InvalidInput if a prompt can never fit the context or the cache; also QueueFull and NotServing.
+        Raises QueueFull or NotServing, or InvalidInput if a prompt can never fit the context or the cache.
         """
 
     def stats(self) -> EngineStats:
@@ -148,8 +149,7 @@ class Engine(Protocol):
     def trouble(self) -> str | None:
         """Why new requests should go to another engine; None if this one is fine.
 
-        The engine is dead, its step does not return, or it waits for a device while another engine's step does not
-        return.
+        The reason is that the engine is dead, its step does not return, or another engine's step holds the device.
         """
 
     @property

@@ -31,7 +31,7 @@ class BuiltEngine:
         self.resources = resources
 
     def give_back(self) -> bool:
-        """Ends this user's share. Returns True if it was the last one; then the caller shuts the engine down."""
+        """Ends this user's share. Returns True for the engine's last user, who then has to shut the engine down."""
         return self.lease.end()
 
     def shutdown(self) -> None:
@@ -78,7 +78,7 @@ def _load(
 
 
 def _runner(resolved: ResolvedSettings) -> Callable[..., RunningEngine]:
-    """Imports and returns the function that runs the model. Only this package's own engine imports torch."""
+    """Imports and returns the function that runs the model. Only that of this package's own engine imports torch."""
     if resolved.settings.vllm is not None:
         from mlserver_torch_stream.engine.vllm.vllm_engine import run_vllm
 

@@ -7,7 +7,7 @@ H100, 24.15 for the 24 of L4 and A10).
 
 Checked on 2026-11-22. These devices' numbers do not come from the vendor's own page, or need a remark:
 
-- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G of a cloud is another chip.
+- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G in clouds is a different chip.
 - H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
   hpctech.co.jp has it and in the product brief PB-11133.
 - RTX 4090: 165.2 with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
@@ -117,7 +117,7 @@ class ModelSize:
     def read_per_step(self, sequences: int) -> float:
         """Returns the bytes of weights that a decode step reads.
 
-        Each sequence is assumed to use random experts, so a step with more sequences reads more of them.
+        Each sequence is assumed to use random experts, so a step with more sequences reads more experts.
         """
         used = 1 - (1 - self.expert_share) ** sequences if self.experts else 0.0
         return (self.parameters - self.unread - self.experts * (1 - used)) * self.element

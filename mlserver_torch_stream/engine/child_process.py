@@ -30,11 +30,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def in_process(function: Callable[..., T], *args: object) -> T:
-    """Calls ``function(*args)`` in another process. Returns its result, or raises its error. Blocks.
+    """Calls ``function(*args)`` in another process. Returns the function's result, or raises its error. Blocks.
 
-    The function, its arguments and its result must be picklable. What the package logs in that process is logged here.
-    The cause of an error other than LoadFailed is its traceback in that process. Raises LoadFailed if the process
-    cannot be started or ends early, for example because it is killed. If the load is cancelled, the process is killed.
+    The function, its arguments and its result must be picklable. What the package logs in the other process is logged
+    in this one. An error other than LoadFailed has its traceback in the other process as its cause. Raises LoadFailed
+    if the process cannot be started or ends early, for example because it is killed. If the load is cancelled, the
+    process is killed.
     """
     process = _start()
     with cancellation().interrupted_by(process.kill), process:
@@ -112,9 +113,9 @@ def how_it_ended(status: int) -> str:
 def die_with(parent: int) -> None:
     """Ends this process when ``parent`` ends, for whatever reason.
 
-    On Linux the kernel kills it, even if it hangs, unless the parent had ended before this call. Other systems have no
-    such signal. So a thread also reads stdin, a pipe to which the parent never writes and which closes when the parent
-    ends.
+    On Linux the kernel kills this process, even if it hangs, unless the parent had ended before this call. Other
+    systems have no such signal. So a thread also reads stdin, which is a pipe that closes when the parent ends and to
+    which nothing is written.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The process that ``child_process`` starts: it calls one function.
 
-It reads the function and its arguments as a pickle from stdin, and sends log lines and the result to its parent as
-pickles on a pipe. It ends when its parent ends.
+The process reads the function and its arguments as a pickle from stdin, and sends log lines and the result to its
+parent as pickles on a pipe. It ends when its parent ends.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 def check_hub(hub_id: str, revision: str | None) -> None:
     """Raises LoadFailed if the hub cannot be reached and the model is not in its cache.
 
-    huggingface_hub would try for half a minute for each of several files. Behind a proxy the check is left to it.
+    huggingface_hub would try for half a minute for each of several files. Behind a proxy only huggingface_hub itself
+    can check.
     """
     from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # here: its httpx takes memory
     from huggingface_hub.errors import HFValidationError
@@ -148,7 +149,7 @@ def comparable_context(model: Any) -> int:
 
 
 def _own_limit(config: Any) -> int | None:
-    """Returns the model's own maximum length; None if there is none, for which XLNet's config has -1."""
+    """Returns the model's own maximum length; None if there is none. XLNet's config has -1 for no maximum."""
     config = config.get_text_config(decoder=True)
     lengths = (getattr(config, key, None) for key in _LIMITS)
     return next((limit for limit in lengths if isinstance(limit, int) and limit > 0), None)
@@ -157,9 +158,8 @@ def _own_limit(config: Any) -> int | None:
 def steady_positions(model: Any) -> int | None:
     """Returns the length up to which a position's embedding depends only on the position; None if it always does.
 
-    Beyond this length ("longrope") transformers scales the positions of all rows of a call according to the longest
-    row, but not those of tokens that are already in the cache. In batches and with chunked prefill, the tokens would be
-    wrong.
+    Beyond that length transformers scales the positions ("longrope") of all rows of a call according to the longest
+    row, but not those of tokens that are already in the cache. So batches and chunked prefill would give wrong tokens.
     """
     return _first_length([rope for rope in _long_ropes(model.config) if rope["short_factor"] != rope["long_factor"]])
 
@@ -167,10 +167,10 @@ def steady_positions(model: Any) -> int | None:
 def settle_positions(config: Any, setting: int | None) -> bool:
     """Gives a "longrope" model the same factors for sequences of all lengths.
 
-    Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If it exceeds the original
-    length of a rope, the rope's long factors apply, as in vLLM and llama.cpp: sequences beyond that length have the
-    same logits as in transformers, and shorter ones have different logits. Otherwise, or if it is None, the short
-    factors apply, and ``max_model_len`` limits the context to that length.
+    Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If the setting exceeds a
+    rope's original length, the rope's long factors apply, as in vLLM and llama.cpp: sequences beyond that length have
+    the same logits as in transformers, and shorter sequences have different logits. Otherwise the short factors apply,
+    and ``max_model_len`` limits the context to the original length.
     """
     longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
     ropes = _long_ropes(config)

@@ -150,7 +150,7 @@ class EngineCore:
         return self._inbox.post(lambda: self._accept(mailbox, requests))
 
     def _prompt_feeder(self, open_request: EngineRequest) -> Callable[[Mailbox, Sequence[int], bool], None]:
-        """Returns the function that receives the prompt ids of an open request, and queues it when they are whole."""
+        """Returns the function that receives an open request's prompt ids, and queues the request once it is whole."""
         known = len(open_request.prompt_ids)
 
         def feed(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
@@ -194,7 +194,7 @@ class EngineCore:
             self._watchdog.expect(end)
 
     def fail(self, error: BaseException, patience: float = math.inf) -> None:
-        """Makes the engine's thread die of ``error`` before its next step. Any thread may call it.
+        """Makes the engine's thread end with ``error`` before its next step. Any thread may call it.
 
         If the current step does not return within ``patience`` seconds, the watchdog ends the streams.
         """
@@ -264,9 +264,9 @@ class EngineCore:
         self._end(end.requests, end.reason, end.error)
 
     def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
-        """Ends requests, with the text that they have.
+        """Ends requests, which keep the text generated so far.
 
-        Sequences that had ended, but whose last event was not delivered before the engine died, get that event here.
+        If the engine died before it could deliver the last event of an ended sequence, that event is delivered here.
         """
         sequences = [
             sequence for request in requests for sequence in request.sequences if not sequence.last_event_taken
@@ -301,9 +301,10 @@ class EngineCore:
             return error
 
     def _revive(self, error: BaseException) -> bool:
-        """Ends every stream and goes on with a new batcher. Returns False if the engine stays dead.
+        """Ends every stream and continues with a new batcher. Returns False if the engine stays dead.
 
-        The new batcher allocates memory only after the dead one has freed it: a GPU has no room for two caches.
+        The new batcher allocates memory only after the dead batcher has freed its own, because a GPU has no room for
+        two caches.
         """
         again = self._replacement.permits(time.monotonic())
         dead, self._batcher = self._batcher, DeadBatcher(self._batcher.stats)

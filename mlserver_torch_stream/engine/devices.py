@@ -77,7 +77,7 @@ def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
 
 
 def input_device(model: transformers.PreTrainedModel) -> torch.device:
-    """Returns the device on which a model expects token ids; only a hook knows it if the embedding is offloaded."""
+    """Returns the device on which a model expects token ids, which only a hook knows for an offloaded embedding."""
     return weight_device(model.get_input_embeddings(), torch.device("cpu"))
 
 
@@ -93,7 +93,7 @@ def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.de
 
 
 def device_types(model: transformers.PreTrainedModel) -> set[str]:
-    """Returns the types of the devices with a model's weights and of the one with its token ids."""
+    """Returns the types of the devices that have a model's weights, and of the one that gets its token ids."""
     return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
 
 

@@ -1,4 +1,4 @@
-"""Describes exceptions of a model or a device: only their kind for clients, their text for the log and at load.
+"""Describes exceptions of a model or a device: clients get only the kind, the log and load errors get the text.
 
 Clients do not get the text, because it can contain paths, addresses of machines or a part of another prompt.
 """
@@ -51,8 +51,8 @@ def log_failure(what: str, error: Exception) -> GenerationFailed:
 def drop_tracebacks(error: BaseException) -> None:
     """Removes the tracebacks of an error and of the errors that led to it.
 
-    Their frames refer to sequences. A frame that also refers to the error is a cycle, which keeps these until a garbage
-    collection.
+    The frames of a traceback refer to sequences. A frame that also refers to the error is part of a reference cycle,
+    which keeps the sequences until a garbage collection.
     """
     chain = [error]
     for each in chain:

@@ -1,6 +1,6 @@
 """Injects faults for tests of a real server: a forward fails at a chosen call.
 
-Only an environment variable turns this on, and then the load logs a warning.
+Only an environment variable turns fault injection on, and then the load logs a warning.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    The key includes the number of threads, for which our own kernels are prepared, unless the engine is serial. It does
-    not include ``max_num_seqs``, because each engine has its own cache.
+    The key includes the number of threads, for which our own kernels are prepared, unless the engine is serial. The key
+    does not include ``max_num_seqs``, because each engine has its own cache.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
@@ -120,9 +120,9 @@ _SAMPLE_BYTES = 4096
 def checksum(path: Path) -> str:
     """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError.
 
-    For a file of up to 1 MiB the samples are all its bytes. Reading every byte of 40 GB would take a minute. Samples
+    For a file of up to 1 MiB the samples cover all bytes. Reading every byte of 40 GB would take a minute. Samples
     detect truncated files, files that end in zeros after a power cut, and fine-tuned weights, which differ everywhere.
-    They can miss a single wrong byte of a large file.
+    Samples can miss a single wrong byte of a large file.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
@@ -134,7 +134,7 @@ def checksum(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk. Called before a rename makes it valid."""
+    """Flushes a file, or a folder's list of names, to the disk, before a rename makes the new files valid."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

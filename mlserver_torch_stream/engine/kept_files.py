@@ -41,7 +41,7 @@ def keep(made: Path, folder: Path, stem: str) -> Path | None:
 def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
     """Yields the files of this pattern that can be trusted, and removes damaged ones.
 
-    A file that another user owns or can write is neither used nor removed.
+    A file that another user owns or can write is not used, and not removed either.
     """
     for path in sorted(folder.glob(pattern)):
         try:

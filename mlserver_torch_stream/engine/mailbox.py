@@ -68,7 +68,7 @@ class Mailbox:
     def deliver(self, event: TokenEvent) -> None:
         """Adds an event.
 
-        Events that follow a sequence's last one are dropped, because the watchdog may have ended the sequence before.
+        Events after a sequence's last event are dropped: the watchdog may have ended the sequence already.
         """
         delivered = self._delivered[event.index]
         if self.closed_at is not None or delivered.ended:

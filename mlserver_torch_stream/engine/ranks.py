@@ -1,4 +1,4 @@
-"""Loads and checks each rank's part of a model on all ranks at once; this succeeds on all of them or fails on all.
+"""Loads and checks each rank's part of a model on all ranks at once. A load succeeds on all ranks or fails on all.
 
 Rank 0 prepares the model for an engine; every other rank follows rank 0 until rank 0 tells it to stop. ``load_shard``
 runs on every rank.
@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a model. ``room`` is the bytes that were free on the fullest device of all ranks after the
-    load.
+    """This rank's part of a model. ``room`` is the number of bytes free on the fullest device of any rank.
 
     ``forward`` runs this part in the form that ``findings`` names, while the other ranks run their parts.
     """
@@ -102,7 +101,7 @@ def _choose_forward(
 ) -> ModelForward:
     """Chooses the attention.
 
-    All ranks use the fast attention or none does, because its checks run the model on all ranks together.
+    All ranks use the fast attention or none does, because the checks run the model on all ranks together.
     """
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)

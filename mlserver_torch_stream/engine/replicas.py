@@ -38,7 +38,9 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
 
 
 class ReplicatedEngine:
-    """An ``Engine`` over ``replicas``. It is alive while at least one of them is, and its stats are their sums."""
+    """An ``Engine`` over ``replicas``. The engine is alive while at least one replica is, and its stats are the sums of
+    theirs.
+    """
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
@@ -65,8 +67,8 @@ class ReplicatedEngine:
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
         """Submits the requests to one replica: the least loaded one that is alive and accepts them.
 
-        If one replica refuses requests, the next may accept them: caches differ in size if other models use some
-        devices.
+        If one replica refuses the requests, the next may accept them, because caches can differ in size if other models
+        use some devices.
         """
         refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
@@ -80,7 +82,7 @@ class ReplicatedEngine:
         raise refusal or NotServing("the engine is not running")
 
     def _by_load(self) -> list[int]:
-        """Returns the replicas that are alive, the least loaded first; if none is, all, because their errors say
+        """Returns the replicas that are alive, the least loaded first. If all are dead, returns all: their errors say
         why.
         """
         numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
@@ -121,7 +123,7 @@ def _of_all(troubles: Sequence[str | None]) -> str | None:
 class Deaths:
     """Reports the death of the last of ``count`` replicas; until then another replica serves.
 
-    If a thread hangs in a step, it reports that at once: only the end of the process ends the thread, and on CPUs the
+    A thread that hangs in a step is reported at once: only the end of the process ends the thread, and on CPUs the
     other replicas wait for its cores.
     """
 

@@ -64,7 +64,7 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the prompt and the answer so far. The next decode step writes the last one to the
+        """The number of tokens of the prompt and the answer so far. The next decode step writes the newest token to the
         cache.
         """
         return len(self._input.prompt_ids) + len(self.tokens)
@@ -165,7 +165,7 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        It also returns none while a character or a possible stop string is held back, or while there are fewer new
+        No event is returned while a character or a possible stop string is held back, or while there are fewer new
         tokens than an event should have.
         """
         goes_on = self.finish_reason is None
@@ -247,7 +247,7 @@ class RequestState:
         return self.params.prompt_logprobs is not None and len(self.scores) < len(self.prompt)
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Returns how many of the prompt tokens from ``start`` to ``end`` need logits, which score the next token."""
+        """Returns how many prompt tokens from ``start`` to ``end`` need logits, to score the tokens after them."""
         return max(0, end - max(start, len(self.scores) - 1)) if self.unscored else 0
 
     @property
@@ -292,7 +292,7 @@ class RequestState:
             sequence.finish(reason, error)
 
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
-        """Sends the reader the last event of each sequence, which counts the delivered tokens. Any thread may call it.
+        """Sends the reader each sequence's last event, with the count of delivered tokens. Any thread may call this.
 
         The sequences are not changed, because they belong to the engine's thread, whose step does not return. A
         sequence whose last event was delivered gets no further event.
@@ -329,6 +329,6 @@ class RequestState:
 
 
 def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """Returns the stop tokens and, unless the request ignores EOS, its EOS ids, by default ``eos_token_ids``."""
+    """Returns the stop tokens and the EOS ids: none if EOS is ignored, else the request's own or ``eos_token_ids``."""
     eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

@@ -1,7 +1,7 @@
 """Computes paged attention with torch's operators, on copies of the keys and values that a sequence sees.
 
-It works on every device, with every option, page size and dtype, and never waits for a device. Sequences with one new
-token are computed together, and chunks of prompts one after the other.
+This attention works on every device, with every option, page size and dtype, and never waits for a device. Sequences
+with one new token are computed together, and chunks of prompts one after the other.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class GatheredAttention(PagedAttention):
 
 
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
-    """Returns the sequences with one new token, grouped by how many keys they see, and separately the other sequences.
+    """Returns the sequences with one new token, grouped by the number of keys they see, and then the other sequences.
 
-    A gather is as wide as its longest row. In a group the lengths differ by less than a factor of two, so less than
-    half of the width is wasted.
+    A gather is as wide as its longest row. Lengths in a group differ by less than a factor of two, so that less than
+    half of a gather is padding.
     """
     key = ("parts", options.window, options.chunk)
     if key not in batch.memo:

@@ -33,7 +33,7 @@ class BatchTensors:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> BatchTensors:
-        """Returns a copy on another device, and does not wait for the copy to complete."""
+        """Returns a copy of the batch on another device, and does not wait until it is complete."""
         starts, lengths, cumulative, positions = (
             sent(tensor, device) for tensor in (self.starts, self.lengths, self.cumulative, self.positions)
         )
@@ -153,7 +153,7 @@ class PagedAttention(Protocol):
         layer.write(key, value, slots)
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
-        """Returns why such a call is left to torch's operators; None if this attention computes it itself."""
+        """Returns why torch's operators must compute such a layer; None if this attention can."""
         return None
 
     def describe(self) -> str:

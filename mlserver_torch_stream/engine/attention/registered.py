@@ -67,7 +67,7 @@ def _text_config(model: transformers.PreTrainedModel) -> Any:
 def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
     """Sets the attention of the text model only.
 
-    An encoder of images or audio may not support it, such as Gemma 4's audio encoder.
+    An encoder of images or audio, such as Gemma 4's audio encoder, may not support our attention.
     """
     text = _text_config(model)
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
@@ -76,7 +76,7 @@ def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def paged(call: AttentionCall) -> Iterator[None]:
-    """While the context is open, models that this thread runs use ``call`` for each attention, and make no masks."""
+    """While the context is open, models on this thread use ``call`` to compute attention, and make no masks."""
     token = _call.set(call)
     try:
         yield
@@ -105,7 +105,7 @@ def _attend(
 
 
 def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
-    """Returns transformers' own function. The eager function is in the file that defines the module.
+    """Returns transformers' own function. transformers' eager function is in the same file as the class of the module.
 
     Raises CannotPage.
     """

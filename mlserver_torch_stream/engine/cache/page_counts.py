@@ -36,10 +36,10 @@ class CacheSize:
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
     """Returns the largest size that fits all ``rooms``, each the spec of a device or of all devices, and its bytes.
 
-    First it gets room for one sequence of ``tokens`` tokens, or for the longest that fits; then for ``sequences``
-    sequences that are as long as possible. A windowed group needs no more pages; with fewer pages a long sequence would
-    not fit. The remaining bytes become the same number of pages in each group, for the prefix cache. If not even one
-    token fits, there are no pages.
+    The cache first gets room for one sequence of ``tokens`` tokens, or for the longest that fits. Then it gets room for
+    ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more pages than that, and
+    with fewer pages a long sequence would not fit. The remaining bytes become the same number of pages in each group,
+    for the prefix cache. If not even one token fits, there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))
@@ -67,7 +67,7 @@ def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Returns how many pages each group may have within ``budget`` bytes of a host's memory.
 
     A page takes no memory of a host until it is first written (with our kernels, until any page in the same 2 MiB is).
-    So each group may have pages for the whole budget; the scheduler bounds the sum over all groups.
+    So each group may have pages for the whole budget; the scheduler enforces the budget for all groups together.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 

@@ -121,11 +121,11 @@ class PagedCache:
         self.states = StateSlots(layout, state_slots) if layout.has_states else None
 
     def reserve(self, like: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> None:
-        """Allocates one pool per group for its layers without memory. A page is contiguous over these layers.
+        """Allocates one pool per group for its layers without memory. Each page is contiguous across these layers.
 
-        So the pages in use fill large pages of the system, of 2 MiB: each needs one address translation, where pages of
-        4 KiB need 512. ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least the
-        given number of bytes. Raises MemoryError.
+        So the pages in use fill whole large pages (2 MiB) of the system. A large page needs one address translation,
+        and the same memory in pages of 4 KiB needs 512. ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``;
+        ``allocate`` returns at least the given number of bytes. Raises MemoryError.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]
@@ -145,7 +145,7 @@ class PagedCache:
                     layer.keys, layer.values = pool[:, 2 * index], pool[:, 2 * index + 1]
 
     def prepare(self, batch: Batch) -> None:
-        """Makes the page and state copies that a batch asks for. A forward calls it before it computes."""
+        """Makes the page and state copies that a batch asks for. A forward calls this method before it computes."""
         for group, source, target in batch.copies:
             for layer in self.layers.values():
                 if layer.group == group:
@@ -156,7 +156,7 @@ class PagedCache:
 
     @property
     def specs(self) -> dict[torch.device, CacheSpec]:
-        """Returns a spec for each device, with the bytes of the layers to which a forward has written there."""
+        """Returns a spec for each device, which counts only layers to which a forward has already written."""
         held = {index: pages.keys.device for index, pages in self.layers.items() if pages.keys is not None}
         states = {} if self.states is None else self.states.bytes_by_device()
         return {

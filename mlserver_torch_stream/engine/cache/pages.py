@@ -75,7 +75,7 @@ class CacheSpec:
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
-        """Returns the most pages of each group that a sequence of ``tokens`` holds, growing ``step`` at a time."""
+        """Returns the most pages per group that a sequence of ``tokens`` needs if it grows by ``step`` at a time."""
         pages = self.pages(tokens)
         spans = (group.span for group in self.groups)
         return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
@@ -168,7 +168,7 @@ class Batch:
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the digest of a page. It covers the page's tokens and, through ``parent``, all tokens before them."""
+    """Returns the digest of a page, which depends on the page's tokens and, through ``parent``, on all before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -211,7 +211,7 @@ class _GroupPages:
 
 
 class PagePool:
-    """Allocates the pages of all groups, within ``cache_bytes``. Cached pages take at most ``prefix_bytes`` of these.
+    """Allocates the pages of all groups, within ``cache_bytes``, of which cached pages take at most ``prefix_bytes``.
 
     The lowest free page is allocated first, so that little memory is ever touched. The least recently used cached page
     is evicted when a page or its bytes are needed.
@@ -243,7 +243,7 @@ class PagePool:
         self._make_room(0)
 
     def take(self, group: int) -> int:
-        """Allocates and returns a page. There must be one, which ``fits`` tells."""
+        """Allocates and returns a page. The caller checks with ``fits`` that a page is available."""
         pool = self._groups[group]
         self._make_room(self._page_bytes[group])
         page = pool.lowest()
@@ -329,8 +329,8 @@ class PagePool:
 class PageScores:
     """Keeps the scores of tokens in pages of the prefix cache, so that a shared prefix is scored only once.
 
-    The score of a token depends only on the tokens before it, so the digest of its page identifies it. All scores of a
-    page have the same number of alternatives. The scores of the least recently used pages are dropped.
+    A token's score depends only on the token and those before it, so the digest of its page identifies the score. All
+    scores of a page have the same number of alternatives. The scores of the least recently used pages are dropped.
     """
 
     def __init__(self, max_logprobs: int = _MAX_LOGPROBS) -> None:

@@ -56,7 +56,7 @@ class StateSlots:
 
     @property
     def kinds(self) -> set[tuple[str, int]]:
-        """The kinds of states that the layers have, such as a convolution's state, for ``multiply``."""
+        """The kinds of states that the layers have, such as a convolution's state; ``multiply`` accepts them."""
         layers = self._held.values()
         return {(name, index) for layer in layers for name in _STATES for index in _set(getattr(layer, name))}
 

@@ -1,7 +1,7 @@
 """Decides at load how transformers' forward computes attention: with torch's operators, or kernels that match them.
 
-The kernels are our own on CPUs and varlen attention on CUDA. Their error is measured against torch's own attention in
-float32, on random sequences and layers.
+The kernels are our own on CPUs and varlen attention on CUDA. The error of the kernels is measured against torch's own
+attention in float32, on random sequences and layers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SameAttention(Check[PagedAttention]):
 def choose_attention(
     model: transformers.PreTrainedModel, findings: SelfCheckResult, cache_dir: Path
 ) -> Verdict[PagedAttention]:
-    """Returns the kernels for the devices that hold the pages: attention runs there, even if weights are offloaded.
+    """Returns the kernels for the devices that hold the pages, where attention runs even if weights are offloaded.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
@@ -93,7 +93,7 @@ def attention_kinds(
 ) -> dict[tuple[AttentionShape, torch.device], str | None]:
     """Runs two tokens through the model. Returns the distinct shapes and devices of its attention calls.
 
-    Each value says why ``attention`` refuses the call, or is None. Raises CannotPage.
+    Each value in the result says why ``attention`` refuses the call, or is None. Raises CannotPage.
     """
     kinds: dict[tuple[AttentionShape, torch.device], str | None] = {}
 
@@ -147,9 +147,9 @@ def farthest(
 ) -> float:
     """Returns the largest error of a head's output for one query, relative to the size of the exact output.
 
-    The sequences are short and long, with one new token, a few, or a chunk. First all of them run together, then those
-    with one new token, then one alone. Values that no query sees are NaN, so that an attention that reads them is found
-    out.
+    The sequences are short and long, with one new token, a few, or a chunk. First all sequences run together, then the
+    sequences with one new token, then one alone. Values that no query sees are NaN, so that an attention that reads
+    them is found out.
     """
     single = [(0, 1), (page_size - 1, 1), (612, 1)]
     batches = ([*single, (page_size, 2), (299, 7), (550, 70)], single, single[-1:])

@@ -1,7 +1,7 @@
 """Compares logits at far positions without computing a long sequence.
 
 The check fills two caches by repeating the keys and values of a short sequence: transformers' own cache, and a few
-pages that a long block table names again and again. The next tokens must get the same logits with both.
+pages that a long block table names again and again. The next tokens must get the same logits with both caches.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
 def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
     """Compares the last token below ``length``, the first one above it and, if the trial is chunked, a chunk above it.
 
-    ``short`` is a short sequence in the trial's cache. It is also in the batches, and its keys and values fill the far
-    cache. Returns how much the logits differ and where; None if they agree.
+    ``short`` is a short sequence in the trial's cache; it takes part in the batches, and its keys and values fill the
+    far cache. Returns how much the logits differ and where; None if they agree.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
@@ -116,7 +116,7 @@ class _FarCache:
         return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Returns, for each of these positions, which of the repeated keys it has. All middle pages are the same."""
+        """Returns the index of the repeated key and value at each position. All middle pages have the same content."""
         return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
 
     def _slot(self, slot: int) -> int:

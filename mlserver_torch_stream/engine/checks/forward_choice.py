@@ -35,7 +35,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
-    """The forward of a loaded model. ``no_kernels`` says why it is not our faster decoder.
+    """The forward of a loaded model. ``no_kernels`` says why the forward is not our faster decoder.
 
     ``packed`` are linear layers whose weights oneDNN has reordered.
     """
@@ -146,7 +146,7 @@ def take_rounded(
 
 
 def release_weights(model: nn.Module) -> None:
-    """Frees the parameters that the kernels have copied. Their shapes stay; reading their values raises."""
+    """Frees the parameters that the kernels have copied. These keep their shapes; reading their values raises."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

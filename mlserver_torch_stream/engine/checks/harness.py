@@ -1,4 +1,4 @@
-"""The harness of the checks at load: a candidate is used if its check accepts it; otherwise it says why not."""
+"""The harness of the checks at load: a candidate is used if its check accepts it; otherwise the reason is recorded."""
 
 from __future__ import annotations
 

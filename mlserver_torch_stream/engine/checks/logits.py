@@ -71,9 +71,7 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache, filled. Its states are those of ``sample``: they do not depend on
-        positions.
-        """
+        """Returns transformers' own cache, filled. It has the states of ``sample``, because they have no positions."""
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)
@@ -160,7 +158,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """True if every single error must be within the tolerance, not only their mean."""
+        """True if every single error must be within the tolerance, not only the mean error."""
         return self._tolerance in _TOLERANCE.values()
 
     @property

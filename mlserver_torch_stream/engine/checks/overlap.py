@@ -1,6 +1,6 @@
 """Checks at load that forwards that run at the same time on a device map compute the same logits as each one alone.
 
-It also finds out whether a forward waits for its devices midway, by counting the operations that wait.
+The check also finds out whether a forward waits for its devices midway, by counting the operations that wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Overlap(Check[Pipeline]):
     forward: Forward
 
     def problem(self, candidate: Pipeline) -> str | None:
-        """Compares forwards that run at the same time with the same forwards, run one by one with another cache."""
+        """Compares forwards that run at the same time with the same forwards run one by one, in another cache."""
         count = _ROUNDS * candidate.depth
         alone = _Sequences(self.model, self.forward, count)
         overlapping = _Sequences(self.model, StagedForward(self.forward, candidate), count)
@@ -141,7 +141,7 @@ Saw = Callable[[Any, tuple[Any, ...], Any], None]
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Reports the basic operations inside composite ones. In inference mode torch itself reports only the composite."""
+    """Reports basic operations inside composite ones. In inference mode torch itself reports only composite ones."""
 
     def __init__(self, saw: Saw) -> None:
         super().__init__()

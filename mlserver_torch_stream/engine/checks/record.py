@@ -1,7 +1,7 @@
-"""Records the results of a load's checks in the cache folder, so that a later start need not run the checks again.
+"""Records the results of the checks at load in the cache folder, so that a later start need not repeat the checks.
 
-A record has the decoder's plan, the model's config as plain values, and the findings of the checks. It is valid only
-for the same files, settings, code and chip, and is stored in the same way as compiled kernels.
+A record has the decoder's plan, the model's config as plain values, and the findings of the checks. A record is valid
+only for the same files, settings, code and chip, and is stored in the same way as compiled kernels.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
 
 
 def outline_of(model: Any) -> ModelOutline:
-    """Returns the model's config for a record. Raises NotRecordable if an engine would read another config."""
+    """Returns the model's config for a record. Raises NotRecordable if it would change the cache or the context."""
     outline = ModelOutline(plain_config(_plain(vars(model.config))))
     if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
         raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")

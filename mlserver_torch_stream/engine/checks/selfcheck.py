@@ -86,7 +86,7 @@ class SameLogits(Check[F]):
     def _differing(self, forward: F, lengths: Sequence[int] = (), same_operations: bool = False) -> str | None:
         """Returns how much the logits differ and at which position; None if they agree.
 
-        It compares sequences of the lengths that the config suggests and of ``lengths`` tokens.
+        The compared sequences have the lengths that the config suggests, and ``lengths`` tokens.
         """
         layout = CacheLayout(self.expected.model.config)
         trial = self.trial = Trial(
@@ -110,7 +110,7 @@ class BatchedLogits(SameLogits[ModelForward]):
     name = "batched logits"
 
     def problem(self, candidate: ModelForward) -> str | None:
-        """Also raises LoadFailed, if a device is out of memory or lost, because that is not the model's fault."""
+        """Raises LoadFailed if a device is out of memory or lost, because that is not the model's fault."""
         try:
             differing = self._differing(candidate, same_operations=self.way is Way.MASKED_ROWS)
             if differing is not None:
@@ -150,8 +150,8 @@ def check_batching(
 def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error that has nothing to do with batching ends the load. NaN in the logits ends it too, because NaN fails
-    every comparison of logits.
+    So an error that has nothing to do with batching ends the load. NaN in the logits also ends the load, because NaN
+    fails every comparison of logits.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(
@@ -169,8 +169,8 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
     """Returns how much the logits change if the model is told that the batch has a sequence of the maximum length.
 
     In models that only scale their attention with positions, such as Llama 4, the change is small, and in half
-    precision rounding hides it in the comparison with each sequence alone. The two forwards here differ in nothing
-    else.
+    precision rounding hides it in the comparison with each sequence alone. The two forwards that are compared here
+    differ only in that length.
     """
     batch = trial.last
     more = comparable_context(trial.expected.model) - max(each.start for each in batch.sequences) - batch.tokens

@@ -1,7 +1,8 @@
 """Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
 
 Some prompts are computed in chunks and some whole. Sequences leave the batch, share a page, fork, and get several
-tokens in one step, as when drafts are verified. Their pages are not adjacent, and new pages contain old values.
+tokens in one step, as when drafts are verified. The pages of a sequence are not adjacent, and new pages contain old
+values.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ class Trial:
         return self.comparison.difference or hidden, c
 
     def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> str | None:
-        """Returns how much a sequence's logits change when another sequence has run in between; None if they do not.
+        """Returns how much a sequence's logits change after another sequence has run; None if they do not change.
 
-        This finds states that a model keeps in its own modules. In half precision they can be too weak to show
-        otherwise.
+        This finds states that a model keeps in its own modules. In half precision such states can be too weak to be
+        found otherwise.
         """
         first = self._tried(sequence)
         self._tried(other)

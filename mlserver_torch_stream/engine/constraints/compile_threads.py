@@ -41,7 +41,7 @@ def threads_for(cores: int) -> int:
 class CompileThreads(Generic[_T]):
     """Runs at most ``threads`` threads, and a spare one that compiles if the others have started nothing for a second.
 
-    The process can end while they run.
+    The process can end while these threads run.
     """
 
     def __init__(self, threads: int) -> None:

@@ -1,7 +1,7 @@
 """Compiles the constraints of requests for the vocabulary of a model's tokenizer.
 
 Compiling can take seconds, so it runs in other threads. From a ``tokenizer.json`` llguidance would make a second
-tokenizer, which takes 17 MB for 49,000 tokens. Here it calls the model's tokenizer instead.
+tokenizer, which takes 17 MB for 49,000 tokens. Here llguidance calls the model's tokenizer instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for a kind that llguidance does not
     know.
 
-    If it has a normalizer, llguidance makes its own copy of the tokenizer, without normalizers that add text.
+    If the tokenizer has a normalizer, llguidance makes its own copy of it, without normalizers that add text.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -105,7 +105,7 @@ class ConstraintCompiler:
         self._threads: CompileThreads[CompiledConstraint] = CompileThreads(threads_for(read_host().threads))
 
     def prepare(self) -> LLTokenizer | str:
-        """Reads the vocabulary. It blocks all threads for 0.3 to 1 s, so the load of a model calls it.
+        """Reads the vocabulary. This blocks all threads for 0.3 to 1 s, so it is done when a model is loaded.
 
         Returns a str, which is the reason, if structured output is not possible with this tokenizer.
         """
@@ -117,7 +117,7 @@ class ConstraintCompiler:
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Starts compiling a constraint for an answer. Reasoning between the marks ``reasoning`` may precede it.
+        """Starts compiling an answer's constraint. Reasoning between the marks ``reasoning`` may precede the answer.
 
         The future may raise InvalidInput, which names the constraint's field.
         """
@@ -215,7 +215,7 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
 
 
 def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
-    """Returns the tokens that may come next. Raises InvalidInput if none may, or if the constraint is too complex."""
+    """Returns the tokens that may come next. Raises InvalidInput if there is none or the constraint is too complex."""
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise InvalidInput(field, _reason(matcher.get_error()))

@@ -36,8 +36,9 @@ class Logits:
 class Forward(Protocol):
     """Returns the logits of a batch. The next call may overwrite them.
 
-    It executes the batch's copies, and writes the keys and values of the new tokens to their pages. If it raises, the
-    contents of those pages are undefined but the states are unchanged, so the same tokens can be tried again.
+    A forward executes the batch's copies, and writes the keys and values of the new tokens to their pages. If a forward
+    raises, the contents of those pages are undefined but the states are unchanged, so the same tokens can be tried
+    again.
     """
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:

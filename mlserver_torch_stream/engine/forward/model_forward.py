@@ -1,9 +1,9 @@
 """Calls a transformers model on the new tokens of a batch, with the arguments that its forward accepts.
 
 A model gets a batch in one of three forms; ``checks.selfcheck`` tries them and keeps the first that reproduces the
-model's logits. Packed: all tokens are in one row. Rows, for models with states: each sequence with one new token is a
-row, and each chunk of a prompt runs alone. Rows with masks, for models whose attention cannot be replaced: the rows are
-the same, with masks over gathered keys and values.
+model's logits. In the packed form all tokens are in one row. In the form with rows, for models with states, each
+sequence with one new token is a row, and each chunk of a prompt runs alone. The form with rows and masks, for models
+whose attention cannot be replaced, has the same rows, with masks over gathered keys and values.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ModelForward(LoadedForward):
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Splits a batch: consecutive sequences with one new token that are not new stay together, any other is alone.
+    """Splits a batch. Consecutive sequences that only decode one token stay together; every other sequence is alone.
 
     The order is kept, because a sequence may read pages that a sequence before it writes.
     """
@@ -153,10 +153,10 @@ def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tenso
 def give_contiguous_states(model: transformers.PreTrainedModel) -> None:
     """Makes the output embeddings copy the hidden states of a prompt's last token before they use them.
 
-    They are a slice ``[rows, 1, hidden]`` of the prompt's hidden states, with the prompt's strides. To multiply such a
-    slice on a CPU, torch copies the whole weight matrix. That takes 95 ms for 49,152 tokens of 576 dimensions in
-    bfloat16, and the product itself 3 ms (torch 2.13, two cores with AMX). ``contiguous`` ignores the stride of a
-    single row.
+    These hidden states are a slice ``[rows, 1, hidden]`` of the prompt's hidden states, with the prompt's strides. To
+    multiply such a slice on a CPU, torch copies the whole weight matrix. The copy takes 95 ms for 49,152 tokens of 576
+    dimensions in bfloat16, and the product itself 3 ms (torch 2.13, two cores with AMX). The tensor method
+    ``contiguous`` would not help, because it ignores the stride of a single row.
     """
 
     def contiguous(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -36,8 +36,8 @@ Positions = Callable[[torch.device], torch.Tensor]
 class SeenTokens(int):
     """The number of cached tokens that a model sees before a packed row: that of the sequence that has the most.
 
-    Some models, such as Llama 4, compute positions by adding it to the indices of the row's tokens. Here this addition
-    returns the right position for each token.
+    Some models, such as Llama 4, compute positions by adding this number to the indices of the row's tokens. The class
+    changes this addition, so that its result is the right position of each token.
     """
 
     positions: Positions
@@ -143,7 +143,7 @@ class StepCache(Cache):  # type: ignore[misc]
 class MovedCache(StepCache):
     """A cache that reports more tokens than it has to all callers except the code for masks, and records who asks.
 
-    With it a check finds out whether a model's logits depend on the longest sequence of a batch.
+    This cache shows whether a model's logits depend on the longest sequence of a batch.
     """
 
     def __init__(self, layers: Iterable[object], more: int) -> None:
@@ -324,7 +324,7 @@ class ModelStep:
     # --- attention by masks ---
 
     def _columns(self, span: int | None) -> tuple[int, int]:
-        """Returns how many positions of each row a layer returns, and the first position.
+        """Returns the number of positions per row that a layer returns, and the first of these positions.
 
         Shorter rows are padded on the left.
         """

@@ -1,9 +1,9 @@
 """Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
-It is for models that our own kernels do not support. With 16 rows a layer of a small model takes a third of the time of
-``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are private to torch. So the
+This is for models that our own kernels do not support. With 16 rows a layer of a small model takes a third of the time
+of ``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are private to torch. So the
 results of every packed layer are compared with ``F.linear``, and those of the whole model before its own weights are
-freed. A linear layer does not depend on positions, so near positions suffice for that check.
+freed. A linear layer does not depend on positions, so it is enough to check the model at near positions.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Packed:
         self._released: list[tuple[nn.Linear, Tensor]] = []
 
     def take(self, layer: nn.Linear) -> None:
-        """Packs a layer. Raises ArithmeticError if its results differ, and the errors of the operators."""
+        """Packs a layer. Raises ArithmeticError if that changes its results, and the errors of the operators."""
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
         forward = partial(_linear, weight, layer.bias)
         for rows in _CHECKED_ROWS:

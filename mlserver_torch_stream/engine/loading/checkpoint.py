@@ -36,7 +36,7 @@ _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 
 
 def check_folder(folder: Path) -> Tensors:
-    """Checks the JSON files and the headers of a folder. Returns its tensors; an empty mapping if they are pickles.
+    """Checks the JSON files and the headers of a folder. Returns the folder's tensors; none for pickles.
 
     Raises LoadFailed, which names the file and the field.
     """
@@ -62,7 +62,7 @@ def check_layers(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def check_bytes(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses a config whose vocabulary or experts need more bytes than the checkpoint has. Raises LoadFailed."""
+    """Refuses a config whose vocabulary or experts would need more bytes than the checkpoint has. Raises LoadFailed."""
     bits = sum(tensor.bits for tensor in tensors.values())
     for fields in _levels(config):
         width = next((fields[name] for name in _WIDTHS if type(fields.get(name)) is int), 1)
@@ -240,7 +240,7 @@ def _header(file: Path) -> Tensors:
 
 
 def _is_needed(name: str, modules: Mapping[str, nn.Module], quantised: bool) -> bool:
-    """Returns whether weights that the model uses are wrong if this tensor is ignored."""
+    """Returns whether ignoring this tensor would make other weights wrong."""
     path, _, leaf = name.rpartition(".")
     module = modules.get(path)
     scaled = _SCALE.search(leaf) is not None

@@ -1,7 +1,7 @@
 """Reads the headers of weight files, and finds out which of a model's files is damaged.
 
-No weights are read. The search for damage runs only after a load has failed. If a header contradicts itself or the
-file's size, the error names the file.
+No weights are read. The search for damage runs only after a load has failed. A header that contradicts itself or the
+file's size raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switches off Python's garbage collector: it stopped all threads for 0.6 s for a header of 130,000 tensors."""
+    """Switches off Python's garbage collector, which stopped all threads for 0.6 s when a header had 130,000
+    tensors.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -121,7 +123,7 @@ def find_damage(place: Path) -> str | None:
 
 
 def damage_of(file: Path) -> str | None:
-    """Describes the damage of a file; None if it is whole, or of an unknown kind."""
+    """Describes the damage of a file; None if the file is undamaged or its kind is unknown."""
     check = _CHECKS.get(file.suffix)
     if check is None:
         return None

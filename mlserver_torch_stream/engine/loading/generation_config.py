@@ -1,6 +1,6 @@
 """Reads a model's ``generation_config.json``: defaults for requests, rules for tokens, and fields without effect.
 
-Fields that would have no effect are reported by name.
+Fields that have no effect here are reported by name.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _OFF: Mapping[str, Any] = {
 def generation_defaults(config: Any) -> dict[str, Any]:
     """Returns the defaults of the model's own generation config, under the names of request parameters.
 
-    The values that transformers gives to absent fields (top-k 50, …) are left out. Without ``do_sample`` the model asks
-    for greedy decoding, and the other sampling fields have no effect.
+    Default values that transformers adds for absent fields (top-k 50, …) are not included. Without ``do_sample`` the
+    model is meant for greedy decoding, and the other sampling fields have no effect.
     """
     fields = _set_fields(config)
     defaults: dict[str, Any] = {}

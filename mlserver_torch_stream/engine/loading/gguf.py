@@ -1,4 +1,4 @@
-"""Loads GGUF files. Each is converted once to an ordinary model folder, which later starts use.
+"""Loads GGUF files. Each file is converted once to an ordinary model folder, which later starts use.
 
 No process sees a half-written folder, because it is written under another name and then renamed. If two processes
 convert the same file, one waits for the other.
@@ -139,8 +139,7 @@ def _fingerprint(gguf_file: Path, dtype: str) -> str:
 def _headers_parsed_once() -> Iterator[None]:
     """Makes gguf parse each file only once; transformers would parse it for the tokenizer, the config and the weights.
 
-    Measured on 2026-11-22 with the embedded model, whose header lists 49,000 tokens: it was parsed five times, 3.3 s
-    each.
+    Measured on 2026-11-22 with the embedded model, whose header lists 49,000 tokens: each of five parses took 3.3 s.
     """
     import gguf
 
@@ -198,7 +197,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Holds the lock of a conversion, and logs that it waits for it."""
+    """Holds the lock of a conversion, and writes a log line if it has to wait for the lock."""
     lock = FileLock(f"{target}.lock")
     try:
         lock.acquire(blocking=False)
@@ -229,7 +228,9 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """Makes a folder beside ``target``, and removes it at the end. First removes such folders of killed processes."""
+    """Makes a folder beside ``target``, and removes it at the end. First removes the folders that killed processes have
+    left there.
+    """
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

@@ -79,7 +79,7 @@ class Architecture:
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Returns the architecture of a file. Raises LoadFailed if it is not supported."""
+    """Returns the architecture of a file. Raises LoadFailed if the architecture is not supported."""
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -103,7 +103,7 @@ def _llama(file: GgufFile) -> dict[str, Any]:
 
 
 def _smollm3(file: GgufFile) -> dict[str, Any]:
-    """Reads the config of SmolLM3. The file does not say which layers lack rotary positions: every fourth does."""
+    """Reads the config of SmolLM3. The file does not say that every fourth layer lacks rotary positions."""
     return _decoder(file, "smollm3") | {"no_rope_layer_interval": 4}
 
 
@@ -248,7 +248,7 @@ def _refuse_single_experts(file: GgufFile) -> None:
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
     """Returns ``query_pre_attn_scalar``, by whose square root queries are divided.
 
-    It is the head's size, except in the family's 27B model, which has ``largest`` layers.
+    The value is the head's size, except for the family's 27B model, which has ``largest`` layers.
     """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]

@@ -36,7 +36,7 @@ class GgufFile:
     """The header of a GGUF file. In its methods ``key`` is a key without the architecture's prefix."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LoadFailed for a file without a whole model, and gguf's own errors for a damaged header."""
+        """Raises LoadFailed for a file that is only a part of a model, and gguf's own errors for a damaged header."""
         reader = gguf.GGUFReader(str(path))
         self._fields = reader.fields
         self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
@@ -72,7 +72,7 @@ class GgufFile:
         raise self.refused(key, f"is {str(value)[:80]} in place of one {kind.__name__}")
 
     def need(self, key: str, kind: type[T]) -> T:
-        """Returns the value of a key. Raises LoadFailed if it is absent or of another type."""
+        """Returns the value of a key. Raises LoadFailed if the key is absent or has another type."""
         value = self.take(key, kind)
         if value is None:
             raise self.refused(key, "is missing")
@@ -119,7 +119,7 @@ class GgufFile:
         self._tensors_left -= set(tensors)
 
     def check_all_taken(self) -> None:
-        """Raises LoadFailed if a key or tensor was not used; the error names the first one."""
+        """Raises LoadFailed if a key or tensor was not used; the error names the first unused one."""
         left = (key for key in sorted(self._keys_left) if key not in _NEUTRAL or self._value(key) != _NEUTRAL[key])
         if (key := next(left, None)) is not None:
             raise self.refused(key, f"is {str(self._value(key))[:80]}, which is not supported here")

@@ -119,7 +119,7 @@ def _tie(model: Any) -> None:
 def write_packed(gguf_file: Path, folder: Path) -> None:
     """Writes the config, and the weights as unchanged blocks, to a folder for ``load_packed``.
 
-    Raises NotPacked, or LoadFailed as ``read_gguf_model`` does.
+    Raises NotPacked, and LoadFailed in the same cases as ``read_gguf_model``.
     """
     # Imported here: gguf takes 5 MB, and later loads do not need it.
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model

@@ -71,8 +71,8 @@ _LOST_PER_GPU = 0.03
 def weight_share(weights: int | None, free: Sequence[int]) -> float:
     """Returns the smallest share of the GPUs' ``free`` bytes in which ``weights`` bytes fit, else the largest share.
 
-    Weights beyond the share go to the CPU. If ``weights`` is None, which means an unknown size, it is the smallest
-    share.
+    Weights beyond the share go to the CPU. If ``weights`` is None because the size is unknown, the smallest share is
+    returned.
     """
     if weights is None:
         logger.info("weights may take %.0f %% of the GPUs: their size is not known before they are read", 100 * _LEAST)
@@ -92,8 +92,8 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
 def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
     """Returns the bytes of a model's weights in memory; None if its files do not say.
 
-    A folder's safetensors files show it, even for quantised weights. Without such files it is computed from the config,
-    which is read with the ``options`` of ``from_pretrained``.
+    The size is read from a folder's safetensors files, even for quantised weights. Without such files it is computed
+    from the config, which is read with the ``options`` of ``from_pretrained``.
     """
     try:
         asked = None if dtype == "auto" else getattr(torch, dtype)
@@ -136,8 +136,7 @@ nn.modules.module.register_module_parameter_registration_hook(lambda *_: raise_i
 class LoadedModel:
     """A model that is ready to generate, with its tokenizer and the defaults from its files.
 
-    The keys of ``default_sampling`` are request parameters; its values come from the settings, else from
-    ``generation_config.json``.
+    ``default_sampling`` maps request parameters to the values in the settings, or else in ``generation_config.json``.
     """
 
     model: Any
@@ -165,7 +164,7 @@ class LoadedWeights:
 
 
 def import_model_code() -> None:
-    """Imports transformers' modeling code. It imports torch's compiler and sympy, which takes 105 MB and some seconds.
+    """Imports transformers' modeling code, which also imports torch's compiler and sympy: 105 MB and some seconds.
 
     The imported objects are never freed, so the garbage collector is told to skip them from then on.
     """

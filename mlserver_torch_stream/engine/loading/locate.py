@@ -1,7 +1,7 @@
 """Finds the files of a model, and refuses models that are not causal language models.
 
-Finding the files blocks and may convert them, so call it in a thread. Some families of encoders also have a class for
-causal language models. With an encoder's weights, the output of that class would be nonsense.
+Finding the files blocks and may include a conversion, so do it in a thread. Some families of encoders also have a class
+for causal language models, whose output would be nonsense with an encoder's weights.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def refuse_other_kinds(config: Any) -> None:
 def _has_causal_weights(config: Any) -> bool:
     """Returns whether the config names the causal class that would be loaded, or names no class.
 
-    ``is_decoder`` does not tell: even decoders can have False there.
+    The field ``is_decoder`` does not show this, because it can be False for decoders too.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
         return True  # transformers decides

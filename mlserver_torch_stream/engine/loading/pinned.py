@@ -103,7 +103,9 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain(weight: Any) -> bool:
-    """Returns whether a weight can be pinned. Quantised weights, which consist of several tensors, cannot."""
+    """Returns whether a weight can be pinned. Quantised weights cannot be pinned, because they consist of several
+    tensors.
+    """
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
 
 
@@ -132,7 +134,7 @@ class _Blocks:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the copy of a tensor; None if there is no room for it."""
+        """Returns the copy of a tensor; None if there is no room for a copy."""
         count = bytes_of(tensor)
         if count > len(self._block):
             size = max(_power(count), min(self._most, _power(self._ahead)))

@@ -145,7 +145,7 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
 def describe_placement(
     placement: Sequence[DeviceShare], specs: Mapping[torch.device, CacheSpec], size: CacheSize
 ) -> str:
-    """Describes each place, its part of the KV cache, and a token's bytes there."""
+    """Describes each place, its part of the KV cache, and the bytes that a token takes there."""
     caches = [
         f"{device}: {format_bytes(size.bytes_of(spec))}, {format_bytes(spec.token_bytes)} a token"
         + (f" and {format_bytes(spec.state_bytes)} a sequence" if spec.state_bytes else "")

@@ -1,7 +1,7 @@
 """Checks weights that transformers quantises: that the config is valid, can run here, and took effect.
 
 transformers ignores unknown keys, and dequantises the weights if it has no kernel, and at most logs a warning. This
-module refuses both, and its errors name the setting.
+module raises an error in both cases, which names the setting.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def is_quantised(model: Any) -> bool:
 
 
 def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None:
-    """Raises LoadFailed if a model that should be quantised is dense, unless the settings ask for that."""
+    """Raises LoadFailed if a model that should be quantised is dense, unless the settings ask for dense weights."""
     if asked is not None and asked.get("dequantize") is True:
         return
     quantizer = getattr(model, "hf_quantizer", None)
@@ -169,9 +169,7 @@ def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
 
 
 def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
-    """Returns whether the settings ask to keep a GGUF file's weights packed. Raises LoadFailed if that is not
-    possible.
-    """
+    """Returns whether the settings ask to keep a GGUF file's weights packed. Raises LoadFailed if they cannot be."""
     if fields is None or fields.get("quant_method") != "gguf":
         return False
     if set(fields) != {"quant_method"}:

@@ -1,6 +1,6 @@
 """Loads the tokenizer of a model, and refuses files with which the tokenizers library would end the process.
 
-It works without torch. If torch is installed, transformers imports it together with its tokenizers.
+It works without torch. If torch is installed, transformers imports torch together with its tokenizers.
 """
 
 from __future__ import annotations

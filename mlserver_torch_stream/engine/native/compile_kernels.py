@@ -105,9 +105,7 @@ def cpu_properties() -> str:
 def _compile(
     compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
 ) -> T:
-    """Compiles a library, and opens it before it moves to the cache, where another process could replace or remove
-    it.
-    """
+    """Compiles a library and opens it before moving it to the cache, where others could replace or remove it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
@@ -119,9 +117,7 @@ def _compile(
 
 
 def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder beside the kept libraries, so that a rename suffices to keep a library; else a temporary
-    folder.
-    """
+    """Returns a folder beside the kept libraries, so that a rename is enough to keep one; else a temporary folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")

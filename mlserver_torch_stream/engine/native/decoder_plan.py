@@ -1,4 +1,4 @@
-"""Describes a decoder without the weights in its files, as JSON and a few small tensors, and builds it from that.
+"""Describes a decoder without its files' weights, as JSON and a few small tensors, and builds one from a description.
 
 A plan refers to weights as rows of the files' tensors. Values that are not in a file unchanged, such as the factors of
 norms, are in the plan itself.
@@ -37,7 +37,7 @@ class DecoderPlan:
 def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan:
     """Returns the plan of a decoder whose weights are rows of the files' ``tensors``.
 
-    Raises UnsupportedLayout if its rotary module does more than ``RotaryAngles``, or if the decoder has other weights.
+    Raises UnsupportedLayout if the rotary module does more than ``RotaryAngles``, or if the decoder has other weights.
     """
     plan = DecoderPlan({})
     write = _PlanWriter(tensors, plan)

@@ -1,7 +1,7 @@
 """Represents weights as small integers, in groups of 32 inputs with one or two scales and perhaps a minimum.
 
-In this form the kernels read int8 and int4 weights and those of all GGUF formats. A weight is ``scale * (code - offset)
-+ minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
+The kernels read int8 weights, int4 weights and those of all GGUF formats in this form. A weight is ``scale * (code -
+offset) + minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
 """
 
 from __future__ import annotations

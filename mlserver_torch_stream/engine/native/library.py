@@ -1,7 +1,7 @@
 """Declares the kernels' C interface, and chooses the threads that they run on.
 
-The caller must keep the memory alive to which a structure points. The kernels use libgomp's threads, as torch does:
-these spin for a while after each operator, so a second pool would compete with them for the cores.
+The caller must keep alive the memory that a structure points to. The kernels use libgomp's threads, as torch does.
+These threads spin for a while after each operator, so a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations
@@ -205,9 +205,9 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
 def torch_pool() -> int | None:
     """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 
-    The function is looked up in the global symbol scope, as torch's libraries do. There it belongs to the OpenMP
-    library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether torch follows that
-    library's number of threads.
+    The function is looked up in the global symbol scope, as torch's libraries do. The function found there belongs to
+    the OpenMP library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether that
+    library's number of threads is also torch's.
     """
     try:
         process = ctypes.CDLL(None)
@@ -221,7 +221,7 @@ def torch_pool() -> int | None:
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
     """Returns whether setting the library's number of threads also sets torch's.
 
-    Each thread has its own number, so the test runs in a new thread and changes no other thread's number.
+    Each thread has its own setting, so the test runs in a new thread and changes no other thread's setting.
     """
     seen: list[bool] = []
 

@@ -19,7 +19,7 @@ _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Store
 class NativeAttention(PagedAttention):
     """Attention by our own kernels. Each call uses as many threads as torch has.
 
-    For other devices and dtypes it uses torch's operators.
+    For other devices and dtypes this attention uses torch's operators.
     """
 
     name = "kernels"

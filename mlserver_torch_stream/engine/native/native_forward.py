@@ -154,8 +154,7 @@ class NativeForward(LoadedForward):
     ) -> None:
         """Copies the weights of a model or of a ``Decoder``; with ``rounded`` it also rounds them.
 
-        With ``compares`` the packed weights that the kernels read are compared with the model's, which is needed only
-        once.
+        With ``compares`` the kernels' packed weights are compared with the model's; one load of a model has to do so.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """
@@ -214,7 +213,9 @@ class NativeForward(LoadedForward):
         return self._result(rows)
 
     def _result(self, rows: int) -> Logits:
-        """Returns the first ``rows`` rows of logits. All steps use the same memory, so the tensor is made only once."""
+        """Returns the first ``rows`` rows of logits. All steps use the same memory for logits, so the tensor is made
+        only once.
+        """
         if (result := self._results.get(rows)) is None:
             result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax, self._draw)
         return result

@@ -69,7 +69,7 @@ class LayerRotary:
 def angles_of(rotary: Any) -> list[RotaryAngles]:
     """Returns the ``RotaryAngles`` of each rope of a rotary module.
 
-    Raises UnsupportedLayout if their results are not bitwise those of the module.
+    Raises UnsupportedLayout if the results of these differ from the module's in any bit.
     """
     return [_angles_of(rope) for rope in (rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,))]
 

@@ -164,7 +164,7 @@ class Decoder:
 
     @property
     def table(self) -> Projection | None:
-        """The embedding as a matrix, if its rows are packed and not those of the head; otherwise None."""
+        """The embedding as a matrix, if its rows are packed and not the head's rows; otherwise None."""
         if isinstance(self.embedding, Tensor) or self.embedding is self.head.weights[0]:
             return None
         return Projection((self.embedding,), (None,))

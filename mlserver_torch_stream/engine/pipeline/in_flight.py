@@ -5,7 +5,7 @@ Each forward has a key and a batch; it waits for the forwards whose pages its ba
 Batches in flight have no sequence in common, so they share only pages that the scheduler lets several sequences read:
 those of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
 several sequences hold is copied before it is written. While a sequence in flight reads a page, no other sequence writes
-it. There is one exception: the source of a copy, once the sequence that held it has given it back.
+it. The only exception is the source page of a copy, once the sequence that held this page has given it back.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class BatchAheadFailed(Exception):
 class InFlightForwards(Generic[K, T]):
     """Runs up to ``most`` forwards at once; the caller launches no more. One thread calls all methods.
 
-    The forwards run while that thread continues (``overlap``). Their threads are daemons, because one may hang, and at
-    exit Python would wait for the threads of an executor.
+    The forwards run while the calling thread continues (``overlap``). They run in daemon threads, because a forward may
+    hang, and at exit Python would wait for the threads of an executor.
     """
 
     overlap = True

@@ -4,9 +4,9 @@ Copies have their own streams, because on the source GPU's default stream the co
 has computed the next batch. One thread runs the model's whole forward; hooks on the modules of the device map take the
 locks of the stages, so the model's code need not be split.
 
-With ``serial_python`` a thread runs Python alone, until it waits for the next stage or for its device. Otherwise
-threads compete for the interpreter lock, which torch releases in every operation, and wake each other each time: a
-stage's 1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
+With ``serial_python`` a thread runs Python alone, until it waits for the next stage or for its device. Without
+``serial_python``, threads compete for the interpreter lock, which torch releases in every operation, and wake each
+other each time: a stage's 1.4 ms of Python took 4 ms beside three other stages (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from mlserver_torch_stream.engine.watchdog import FairLock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The modules that one device computes. They need not be consecutive: a tied head is on the embedding's device.
+    """The modules that one device computes. These modules need not be consecutive: a tied head is on the embedding's
+    device.
 
     ``finish`` returns when the device has completed this thread's work.
     """
@@ -84,7 +85,7 @@ def _device(modules: list[nn.Module]) -> torch.device:
 class Transfers:
     """Copies tensors between devices.
 
-    It has two streams per GPU, one for copies and one for work on outputs; none if there is only one GPU.
+    If there are several GPUs, each has two streams: one for copies and one for work on outputs.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -168,7 +169,7 @@ class Pipeline:
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Inside ``run``, waits for the stage. Outside, as in the checks at load, no other forward runs."""
+        """Inside ``run``, waits for the stage. Outside of ``run``, as in the checks at load, no other forward runs."""
         # The stage that this thread's forward has reached.
         position: _StagePosition | None = getattr(self._here, "position", None)
         if position is None:
@@ -200,7 +201,9 @@ class _StagePosition:
             self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
-        """Waits until the device is done, because queued work would delay the next forward, and frees the stage."""
+        """Waits until the device is done and frees the stage. Without the wait, queued work would delay the next
+        forward.
+        """
         stage, self._stage = self._stage, None
         self._python_lock.close()
         with self._stage_lock.pop_all():

@@ -1,8 +1,8 @@
 """Holds the sampling state of one sequence: the changes to its logits, and its random numbers, which a hash computes.
 
-The changes are the bias, penalties, bad words, the minimum length and the model's own rules. A row's noise depends only
-on its own seed and position, so it is the same alone, in any batch and on any device. The hash is splitmix64, whose
-finaliser passes the usual tests of randomness.
+The changes to logits are the bias, penalties, bad words, the minimum length and the model's own rules. A row's noise
+depends only on its own seed and position, so it is the same alone, in any batch and on any device. The hash is
+splitmix64, whose finaliser passes the usual tests of randomness.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RowEdits:
 def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
     """Returns the tokens that a row's mask allows, int64 [FEW], padded with ``NO_TOKEN``.
 
-    Returns None if the mask allows ``FEW`` tokens or more, or if the row has other changes. If exactly ``FEW`` tokens
-    were accepted here, the last of them would get its own noise, but in a whole row it belongs to the tail beyond the
+    Returns None if the mask allows ``FEW`` tokens or more, or if the row has other changes. With exactly ``FEW``
+    tokens, the last one would get its own noise here, whereas in a whole row that token belongs to the tail beyond the
     candidates (``candidates.py``).
     """
     if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
@@ -206,7 +206,7 @@ class LogitAdjuster:
 
     @property
     def only_token(self) -> int | None:
-        """The token that the constraint forces; None if there is a choice, or if that token is banned."""
+        """The token that the constraint forces; None if there is a choice or the token is banned."""
         if self.matcher is None or not self.matcher.forced:
             return None
         forced, _ = self._forced_and_banned()
@@ -338,7 +338,7 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class RowSampler:
-    """One sequence's sampling state. ``top_k`` and ``min_p`` are off at 0, ``top_p`` and ``typical_p`` at 1.
+    """One sequence's sampling state. ``top_k`` and ``min_p`` are off at 0, ``top_p`` and ``typical_p`` are off at 1.
 
     ``adjuster`` changes the logits before sampling. ``seed`` is any integer and is taken modulo 2**64. ``sample_index``
     is the sequence's number among the n sequences of its request, which get different tokens under the same seed. A row

@@ -204,7 +204,7 @@ class SamplerFactory:
         self._rules = rules
 
     def scores(self, logits: torch.Tensor, token_ids: Sequence[int], params: SamplingParameters) -> list[TokenLogprob]:
-        """Returns the scores of a prompt's tokens. ``logits`` are the unchanged logits of the token before each."""
+        """Returns the scores of a prompt's tokens. ``logits`` are the unchanged logits of the tokens before them."""
         with torch.inference_mode():
             return prompt_scores(logits[:, : self._vocab_size], token_ids, params.prompt_logprobs or 0)
 
