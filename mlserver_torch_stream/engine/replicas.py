@@ -38,9 +38,7 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
 
 
 class ReplicatedEngine:
-    """An ``Engine`` over ``replicas``. The engine is alive while at least one replica is, and its stats are the sums of
-    theirs.
-    """
+    """An ``Engine`` over ``replicas``. The engine is alive while one replica is, and sums the stats of all replicas."""
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)

@@ -18,7 +18,7 @@ V = TypeVar("V")
 
 
 class SharedPool(Generic[V]):
-    """Leases shared objects to threads, and makes each object only once: other threads that need it wait meanwhile."""
+    """Leases shared objects to threads, and makes each object only once: other threads that need the object wait."""
 
     def __init__(self) -> None:
         self.made = 0  # objects made so far, without failures
@@ -77,7 +77,7 @@ class Lease(Generic[V]):
         self._give_back: Callable[[], bool] | None = give_back
 
     def end(self) -> bool:
-        """Ends the lease. Returns True only to the last user; then the pool has forgotten the object.
+        """Ends the lease. Returns True only to the last user, after whom the pool has forgotten the object.
 
         Ending twice is harmless.
         """

@@ -85,7 +85,7 @@ class FairLock:
 
     @contextmanager
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
-        """Holds the lock, and yields whether it had to wait for another thread.
+        """Holds the lock in the ``with`` block, and yields whether it had to wait for another thread.
 
         From ``progress`` the engines that wait for the lock can tell how long the holder's step has taken.
         """
@@ -191,11 +191,11 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The watchdog's next actions. It asks the engine's thread to end the requests of ``ask``.
+    """The watchdog's next actions. The watchdog asks the engine's thread to end the requests of ``ask``.
 
-    The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. It logs the
-    ``overdue`` work, once for each piece. If ``lost`` is an error, it abandons the thread because of it. The next
-    decision is due in ``seconds`` seconds.
+    The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. The watchdog logs
+    each piece of ``overdue`` work once. If ``lost`` is an error, the watchdog abandons the thread because of that
+    error. The next decision is due in ``seconds`` seconds.
     """
 
     ask: Sequence[EndRequest]
@@ -280,7 +280,7 @@ def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
 
 
 def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str | None:
-    """Describes the step that has run for so long that the engine is not ready; None if there is no such step."""
+    """Describes a step that has run for so long that the engine is not ready; None if there is no such step."""
     return next((not_back(work, now) for work in works if is_overdue(work, queue_limits, now)), None)
 
 
@@ -290,7 +290,9 @@ def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Returns half of the step limit, so that routers avoid the server before it ends; at most the request timeout."""
+    """Returns the request timeout or, if shorter, half of the step limit: routers should avoid a server before it
+    ends.
+    """
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,
@@ -316,9 +318,9 @@ class Watched(Protocol):
         """Asks the engine's thread to end these requests when its step returns."""
 
     def give_up(self, error: BaseException) -> bool:
-        """Abandons the engine's thread, for which nothing waits any more.
+        """Abandons the engine's thread, so that nothing waits for it any longer.
 
-        Returns False if its work could be ended instead, so that the thread continues.
+        Returns False if the thread's work could be ended instead, so that the thread continues.
         """
 
 

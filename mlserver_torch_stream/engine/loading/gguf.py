@@ -228,9 +228,7 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """Makes a folder beside ``target``, and removes it at the end. First removes the folders that killed processes have
-    left there.
-    """
+    """Makes a folder beside ``target``, and removes it at the end. First removes folders that killed processes left."""
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

@@ -103,9 +103,7 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain(weight: Any) -> bool:
-    """Returns whether a weight can be pinned. Quantised weights cannot be pinned, because they consist of several
-    tensors.
-    """
+    """Returns whether a weight can be pinned. A quantised weight, which is several tensors, cannot be pinned."""
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
 
 

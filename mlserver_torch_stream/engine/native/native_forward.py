@@ -213,7 +213,7 @@ class NativeForward(LoadedForward):
         return self._result(rows)
 
     def _result(self, rows: int) -> Logits:
-        """Returns the first ``rows`` rows of logits. All steps use the same memory for logits, so the tensor is made
+        """Returns the first ``rows`` rows of logits. All steps use the same memory, so the tensor of logits is made
         only once.
         """
         if (result := self._results.get(rows)) is None:

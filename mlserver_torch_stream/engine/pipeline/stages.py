@@ -31,8 +31,7 @@ from mlserver_torch_stream.engine.watchdog import FairLock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The modules that one device computes. These modules need not be consecutive: a tied head is on the embedding's
-    device.
+    """The modules that one device computes. Modules need not be consecutive: a tied head is on the embedding's device.
 
     ``finish`` returns when the device has completed this thread's work.
     """
@@ -201,9 +200,7 @@ class _StagePosition:
             self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
-        """Waits until the device is done and frees the stage. Without the wait, queued work would delay the next
-        forward.
-        """
+        """Waits until the device is done, and then frees the stage: queued work would delay the next forward."""
         stage, self._stage = self._stage, None
         self._python_lock.close()
         with self._stage_lock.pop_all():

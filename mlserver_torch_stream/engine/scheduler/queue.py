@@ -1,6 +1,6 @@
 """Orders the waiting requests by priority and fair shares, and refuses requests that cannot run within the limits.
 
-It does not read a clock or import torch. The same checks apply to every batcher.
+This module does not read a clock or import torch. The same checks apply to every batcher.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class FairQueue:
     """Start-time fair queueing with one flow per request. A flow's weight falls with its client's backlog.
 
     A request's tag is the virtual time plus its work (the maximum number of tokens that it can need) times the number
-    of its client's requests in the queue. The request with the lowest tag goes first. So a short request overtakes
+    of its client's requests in the queue. The request with the lowest tag goes first. So short requests overtake
     earlier long ones, and a client that floods the queue does not overtake other clients. The virtual time grows with
     each admission, so no request waits forever.
     """
@@ -148,11 +148,11 @@ class FairQueue:
         return request in self._tags
 
     def has_before(self, priority: float) -> bool:
-        """Returns whether a request with a lower priority number than ``priority``, which goes first, is waiting."""
+        """Returns whether a request is waiting that goes first, because its priority number is below ``priority``."""
         return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:
-        """Adds a request. Its place depends on its work and on the number of its client's requests in the queue."""
+        """Adds a request. A request's place depends on its work and on the number of its client's queued requests."""
         self._backlog[request.input.client] += 1
         self._tags[request] = self._virtual_time + request.work * self._backlog[request.input.client]
         self.tokens += len(request.prompt)
@@ -212,7 +212,7 @@ Refusal = Callable[[int, int, int], str | None]
 class Admission:
     """Checks requests before they are queued. The checks raise InvalidInput, which names the field, or QueueFull.
 
-    It counts the requests in the engine's inbox, which are submitted but not yet accepted by the batcher.
+    The class also counts the requests in the engine's inbox, which the batcher has not accepted yet.
     """
 
     def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
@@ -223,7 +223,7 @@ class Admission:
         self.service_rate = ServiceRate()
 
     def submitted(self, requests: Sequence[RequestState]) -> None:
-        """Counts requests that are on their way to the engine's thread as queued."""
+        """Counts requests as queued while they are on their way to the engine's thread."""
         self._submitted += len(requests)
         self._submitted_tokens += sum(len(request.prompt) for request in requests)
 
@@ -283,7 +283,7 @@ class Admission:
         return largest(context, lambda length: length <= prompt or refusal(n, prompt, length) is None)
 
     def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats, open_prompts: int) -> None:
-        """Checks that the queue has room, given the batcher's ``stats``, and that one more prompt may be open."""
+        """Checks that the queue has room, according to the batcher's ``stats``, and may have one more open prompt."""
         limits, waiting = self._queue_limits, self.waiting(stats)
         most, retry_after = limits.max_queued_requests, self.service_rate.seconds_for(waiting)
         if waiting + len(requests) > most:

@@ -1,6 +1,6 @@
 """Schedules each step: which sequences decode, which chunks of prompts run with them, and which pages they use.
 
-It only decides what to run and returns the plan. It does not import torch, run a model or read a clock.
+The scheduler only decides what to run and returns the plan. It does not import torch, run a model or read a clock.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StepDraft:
     def chunk(self, scheduled: ScheduledSequence) -> int:
         """Returns how many of a prompt's next tokens the step takes. If possible the chunk ends where a page ends.
 
-        Then the next chunk can use the prefix cache, if another sequence has computed its first page by then.
+        So the next chunk can use the prefix cache, if another sequence has computed the chunk's first page by then.
         """
         start, tokens = scheduled.computed, scheduled.left
         unscored = scheduled.request.rows_to_score(start, start + tokens)
@@ -126,9 +126,10 @@ class StepDraft:
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
-        """Returns whether another part of this step writes the page that a prompt to be scored needs next.
+        """Returns whether another part of this step writes the page that a prompt whose scores are wanted needs next.
 
-        Then the prompt waits until the next step, when that page and its scores exist and the prompt can use them.
+        In that case the prompt waits until the next step, when the page and its scores exist and the prompt can use
+        them.
         """
         if not scheduled.request.unscored or not self._parts:
             return False
@@ -144,7 +145,7 @@ class StepDraft:
         self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
-        """Returns the finished plan. Its batch begins with the page copies and ``state_copies``."""
+        """Returns the finished plan, whose batch begins with the page copies and ``state_copies``."""
         if not self._parts:
             return StepPlan()
         parts = tuple(self._parts.values())
@@ -162,9 +163,9 @@ class Scheduler:
     tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Drafts are verified by
     the sampled tokens, so a part with drafts advances only after its sequence has accepted tokens.
 
-    If a sequence lacks pages, the last admitted sequence after it is preempted: it loses its pages, and is computed
-    again when there are enough. So the first sequence always advances. The order of the parts in a batch matters too: a
-    part may read pages that an earlier part or an earlier batch writes.
+    If a sequence lacks pages, the last of the admitted sequences after it is preempted: that sequence loses its pages,
+    and is computed again when there are enough. So the first sequence always advances. The order of the parts in a
+    batch matters too: a part may read pages that an earlier part or an earlier batch writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
@@ -206,7 +207,7 @@ class Scheduler:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
 
         With ``forget`` the prefix cache forgets the pages, which may hold NaN. Returns the sequences whose part is
-        void, and which are computed again, because they share pages that were not written.
+        void: they share pages that were not written, and so are computed again.
         """
         leaving, void = self.ledger.remove(sequences, forget=forget)
         for scheduled in leaving:
@@ -288,7 +289,7 @@ class Scheduler:
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
         """Returns whether a preempted sequence may restart: it has enough free pages, or no sequence before it has any.
 
-        Otherwise it would be preempted again and again.
+        Otherwise the sequence would be preempted again and again.
         """
         if not any(other.holds_something for other in self.admitted if other.order < scheduled.order):
             return True
@@ -365,15 +366,16 @@ class Scheduler:
         return min((scheduled.priority for scheduled in self.admitted if scheduled.restarts), default=math.inf)
 
     def _soon_needed(self) -> list[int]:
-        """Returns how many pages of each group running sequences need soon.
+        """Returns how many pages of each group the running sequences will need soon.
 
-        They are reserved, because otherwise an admitted request would soon cause a running sequence to be preempted.
+        These pages are reserved, because otherwise an admitted request would soon cause a running sequence to be
+        preempted.
         """
         pages = math.ceil(self.running_sequences * min(1.0, _SOON / self._spec.page_size))
         return [pages] * len(self._spec.groups)
 
     def _reserved(self) -> list[int]:
-        """Returns the pages that running sequences need soon, plus those for the rest of prompts that have begun."""
+        """Returns the number of pages that running sequences need soon, plus those for the rest of started prompts."""
         reserved = self._soon_needed()
         for scheduled in self.admitted:
             if not scheduled.decodes and not scheduled.restarts:
@@ -385,7 +387,7 @@ class Scheduler:
     def _preempt(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy) -> int:
         """Preempts later sequences until there is a page for this one, or all pages if prompts are computed whole.
 
-        Returns how many of the next ``tokens`` tokens then have pages.
+        Returns for how many of the next ``tokens`` tokens there are pages afterwards.
         """
         size, start = self._spec.page_size, scheduled.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
@@ -412,8 +414,8 @@ class Scheduler:
     def advance(self, part: StepPart, tokens: int) -> bool:
         """Counts the first ``tokens`` of a part as computed: ``part.count``, or fewer if drafts were rejected.
 
-        Returns False if the part is void. If the part ends a prompt, the other sequences of its request are forked
-        here.
+        Returns False if the part is void. If the part ends a prompt, the other sequences of the request are forked from
+        this one.
         """
         if self.ledger.is_void(part):
             return False

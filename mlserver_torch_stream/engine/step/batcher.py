@@ -1,4 +1,4 @@
-"""Defines batchers, which the engine's thread steps, and replaces a batcher that has died."""
+"""Defines batchers, which compute the steps of an engine's thread, and replaces a batcher that has died."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Batcher(ABC):
     """Generates the tokens of its requests. The event loop calls ``refusal`` and ``check``; the engine's thread calls
     the other methods.
 
-    It reports the work of its steps to ``progress``. ``stats`` is its latest snapshot of counters and gauges. Each
-    snapshot is a new object, so other threads never see one half written. ``trouble`` says why the batcher accepts no
-    requests now; None if it accepts them. Any thread may read ``stats`` and ``trouble``.
+    A batcher reports the work of its steps to ``progress``. ``stats`` is its latest snapshot of counters and gauges.
+    Each snapshot is a new object, so other threads never see a half-written one. ``trouble`` says why the batcher
+    accepts no requests now; None if it accepts them. Any thread may read ``stats`` and ``trouble``.
     """
 
     trouble: str | None = None
@@ -67,7 +67,7 @@ class Batcher(ABC):
         """
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds of work in a step from ``began`` to ``ended``; waiting times are estimated from them."""
+        """Returns the seconds of work in a step from ``began`` to ``ended``, from which waiting times are estimated."""
         return ended - began
 
     def end_step(self, error: BaseException) -> bool:
@@ -96,7 +96,7 @@ class Batcher(ABC):
         """Records that another engine has used the device since the last step."""
 
     def count(self, **more: float) -> None:
-        """Adds to counters; the next snapshot shows them."""
+        """Adds to counters, which the next snapshot shows."""
         for name, number in more.items():
             self._counts[name] += number
 

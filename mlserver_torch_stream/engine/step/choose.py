@@ -55,7 +55,7 @@ class StepResult:
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
     def drop(self, sequences: Collection[SequenceState]) -> None:
-        """Leaves out the parts of these sequences."""
+        """Removes the parts of these sequences from the result."""
         for part in [part for part in self.rows if part.sequence in sequences] if sequences else ():
             del self.rows[part]
 
@@ -73,7 +73,7 @@ class StepResult:
                 return False
 
     def take(self, row: _LogitsRow, choice: SampledToken | GenerationFailed) -> bool:
-        """Appends the chosen token to the row's sequence. If it equals the draft, ``row`` moves to the next logits.
+        """Appends the chosen token to the row's sequence. If the token was drafted, ``row`` moves to the next logits.
 
         Returns whether another token is to be chosen: the row has moved and the sequence has not ended.
         """
@@ -112,8 +112,9 @@ def in_halves(
 ) -> StepResult:
     """Runs the parts of a plan again, whose forward pass raised ``error``; leaves out parts of ``void`` sequences.
 
-    It runs each half, and halves a half that raises again. A part has failed if it raises when it runs alone. If only
-    the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not run again.
+    Each half of the parts is run, and a half that raises is halved again. A part has failed if it raises when it runs
+    alone. If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not
+    run again.
     """
     result = no_result()
     if len(plan.parts) == 1:
@@ -155,11 +156,11 @@ def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:
 
 
 class TokenChoice:
-    """Samples the rows of all sequences at once. If that raises, it samples each row alone.
+    """Samples the rows of all sequences at once. If this raises, each row is sampled alone.
 
-    Then only the sequence at fault ends with an error. Tokens that a constraint forces are not sampled, unless their
-    log-probabilities are wanted. A draft is accepted if it equals the token that is sampled from the row before it.
-    The sampling noise depends only on the position and the token, so a sequence gets the same tokens as without drafts.
+    So only the sequence at fault ends with an error. Tokens that a constraint forces are not sampled, unless their
+    log-probabilities are wanted. A draft is accepted if it equals the token that is sampled from the row before it. The
+    sampling noise depends only on the position and the token, so a sequence gets the same tokens as without drafts.
     """
 
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:

@@ -44,9 +44,9 @@ T = TypeVar("T")
 class InlineForwards(Generic[K, T]):
     """Runs forwards on the engine's thread.
 
-    With ``overlap`` ``launch`` calls the forward, and the call returns before the device is done, as on a GPU.
-    Otherwise ``completed`` calls the forward, and the call lasts until the logits are computed. ``called_at_launch`` is
-    true if ``launch`` calls the forward.
+    With ``overlap``, ``launch`` calls the forward, and the call returns before the device is done, as on a GPU. Without
+    ``overlap``, ``completed`` calls the forward, and the call lasts until the logits are computed. ``called_at_launch``
+    is true if ``launch`` calls the forward.
     """
 
     most = 1
@@ -113,14 +113,15 @@ class _StepInFlight:
 class ContinuousBatcher(Batcher):
     """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
-    With a ``pipeline`` there is one step in flight per stage, no two with the same sequences, and a call of ``step``
-    waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
+    With a ``pipeline`` one step per stage is in flight, no two of them with a common sequence, and a call of ``step``
+    waits for one of these steps. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
     ``InlineForwards`` without. If forwards overlap with the engine's thread, the next step is launched before the text
-    of the previous step is made. If that text ends a sequence, the sequence's token from the launched step is dropped.
-    With ``drafts_forced``, several tokens that a constraint forces are computed in one step. ``step_target`` is the
-    desired duration, in seconds, of a step in which sequences decode: the step takes as many prompt tokens as fit into
-    this time, within the limits, but at least a page. None means that only the limits bound the step. ``check_devices``
-    raises if a device is lost. No request has caused that, so the error ends the engine's thread.
+    of the previous step is made. If the text of a step ends a sequence, the sequence's token from the step that was
+    launched meanwhile is dropped. With ``drafts_forced``, several tokens that a constraint forces are computed in one
+    step. ``step_target`` is the desired duration, in seconds, of a step in which sequences decode: the step takes as
+    many prompt tokens as fit into this time, within the limits, but at least a page. If ``step_target`` is None, only
+    the limits bound a step. ``check_devices`` raises if a device is lost. No request has caused the loss of a device,
+    so the error ends the engine's thread.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class ContinuousBatcher(Batcher):
             TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> dict[SequenceState, int]:
-        """Samples the tokens of a step, does not make their text, and releases sequences that a token id has ended.
+        """Samples the tokens of a step without making their text. Releases the sequences that a token id has ended.
 
         Returns, for each sequence with new tokens, the number of tokens that it had before the step.
         """
@@ -326,9 +327,9 @@ class ContinuousBatcher(Batcher):
         """Counts a part as computed, unless its drafts must be verified first. Its logits begin at index ``row``.
 
         Returns False if its sequences get no token, because the part is void or its sequence ended while the forward
-        ran. The pages of an ended sequence are still written, so sequences that share them continue. But if its logits
-        hold NaN, its pages may hold NaN too: they are forgotten, and the sequences that share them are computed again.
-        A chunk before the end of a prompt has no logits to check, and counts as written.
+        ran. The pages of an ended sequence are still written, so sequences that share them continue. But if the logits
+        of an ended sequence hold NaN, its pages may hold NaN too: these pages are forgotten, and the sequences that
+        share them are computed again. A chunk before the end of a prompt has no logits to check, and counts as written.
         """
         if part.sequence.finish_reason is not None:
             if not part.samples or result.logits.is_finite(row + part.sampled_row):
@@ -372,13 +373,13 @@ class ContinuousBatcher(Batcher):
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
-        """Evicts the requests whose streams are closed, because ``poll`` may not have handled them yet."""
+        """Evicts the requests whose streams are closed, because ``poll`` may not have handled the closing yet."""
         requests = [scheduled.request for scheduled in self._scheduler.admitted]
         if closed := [request for request in requests if request.mailbox.closed_at is not None]:
             self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Removes sequences from the scheduler and frees their pages; leaves out sequences of steps in flight.
+        """Removes sequences, except those of steps in flight, from the scheduler, and frees their pages.
 
         Returns the sequences that are computed again, because they share a page that a released sequence has not
         written.

@@ -1,10 +1,10 @@
 """Drafts the next tokens of sequences: tokens that a constraint forces, or tokens looked up in the sequence itself.
 
-A draft is worthwhile if the time that it saves on average, which is the probability of its acceptance times a token's
-time without drafts, exceeds the time that one more token adds to a step. Probability and times are measured while the
-engine runs, so nothing is drafted when it would cost time, as in prose or with many sequences. The acceptance rate is
-measured for each size of the n-gram that was found, per sequence and for all sequences together; the rate of all
-sequences is the prior for a new sequence.
+A draft saves, on average, the probability of its acceptance times the time of a token without drafts. It is worthwhile
+if this exceeds the time that one more token adds to a step. Probabilities and times are measured while the engine runs,
+so nothing is drafted where drafts would cost time, as in prose or with many sequences. The acceptance rate is measured
+for each size of the n-gram that was found, per sequence and for all sequences together; the rate of all sequences is
+the prior for a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -175,7 +175,7 @@ class PromptLookup:
 class Drafter:
     """Makes the drafts of all sequences. One thread calls its methods.
 
-    With ``forced``, it drafts the tokens that a constraint forces; with a ``lookup``, also tokens that it finds there.
+    With ``forced``, the tokens that a constraint forces are drafted; with a ``lookup``, also the tokens that it finds.
     A forced token is always accepted and saves its sequence a step, so its acceptance is not measured.
     """
 

@@ -1,7 +1,7 @@
 """Sends rank 0's operations and signs of life to the other ranks, and detects the loss of a rank.
 
-Only one thread sends at a time. A message consists of its operations, each as its kind, the count of its numbers, and
-the numbers. A batch is encoded as counts, followed by its token ids, block tables and copies.
+Only one thread sends at a time. A message consists of operations. Each is encoded as its kind, the count of its
+numbers, and the numbers. A batch is encoded as counts, followed by its token ids, block tables and copies.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Leader:
             raise RanksLost(f"the ranks have lost their connection: {self.lost}")
 
     def watch_loss(self, on_loss: OnLoss) -> None:
-        """Calls ``on_loss`` once, on any thread, when the ranks are lost; at once if they already are."""
+        """Calls ``on_loss`` once, on any thread, when the ranks are lost, or at once if they are lost already."""
         with self._fate_lock:
             self._listeners = [each for each in self._listeners if each() is not None]
             self._listeners.append(weakref.WeakMethod(on_loss))

@@ -1,4 +1,4 @@
-"""Connects a rank with all other ranks: transfers messages from rank 0, and compares values of all ranks.
+"""Connects a rank with all other ranks: transfers messages from rank 0, and compares values across ranks.
 
 If a rank is lost, each call raises a RuntimeError.
 """
@@ -58,7 +58,7 @@ class RankGroup:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Runs the block on all ranks. If it raises on one, raises LoadFailed on all of them."""
+        """Runs the ``with`` block on all ranks. If the block raises on one rank, raises LoadFailed on all of them."""
         problem = ""
         try:
             yield

@@ -1,4 +1,4 @@
-"""Defines rank 0's caches and forward. All ranks run the operations on them."""
+"""Defines the caches and the forward of rank 0, whose operations run on all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankedForward(LoadedForward):
         return f"{self._leader.size} ranks, {self.own.describe()}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
-        """Runs the forward on all ranks. If all raise at the same place, they continue, and rank 0's error is
+        """Runs the forward on all ranks. If all ranks raise at the same place, they stay usable, and rank 0's error is
         raised.
         """
         assert isinstance(cache, RankedCache)

@@ -88,7 +88,7 @@ class RankProcesses:
 
 
 class _Child(threading.Thread):
-    """A thread that starts a process and lives as long: when the thread ends, the kernel kills the process."""
+    """A thread that starts a process and lives as long as it, because the end of the thread kills the process."""
 
     process: subprocess.Popen[bytes]
 
@@ -200,7 +200,7 @@ def _wait_for(store: dist.Store, rank: int, other_ranks: RankProcesses) -> None:
 
 
 def find_local(rank: int, size: int, port: int) -> RankGroup:
-    """Joins the group of rank 0, the process on this machine that has started this one."""
+    """Joins the group of rank 0, which is the process on this machine that has started this process."""
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_CHILDREN_TIMEOUT, wait_for_workers=False)
     store.set(_connected(rank), "")
     return RankGroup(store, rank, size)
@@ -227,7 +227,7 @@ def find_launched(environ: Mapping[str, str]) -> RankGroup:
 
 
 def dismiss(environ: Mapping[str, str], why: str, patience: float) -> bool:
-    """Tells the other launched ranks to wait for a group no longer. Returns False if there has been a group.
+    """Tells the other launched ranks not to wait for a group. Returns False if there has already been a group.
 
     Waits ``patience`` seconds for ranks that have not connected yet, then logs that some are missing.
     """

@@ -1,4 +1,4 @@
-"""Refuses models that cannot be split over ranks, and settings that do not allow it, before any rank is started."""
+"""Refuses models that cannot be split over ranks, and settings that exclude ranks, before any rank is started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEEDS: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_settings(settings: EngineSettings) -> None:
-    """Raises LoadFailed, which names the setting that does not allow ranks."""
+    """Raises LoadFailed if a setting does not allow ranks; the error names the setting."""
     for key, allowed in _NEEDS.items():
         value = getattr(settings, key)
         if value not in allowed:

@@ -22,7 +22,7 @@ Part = Reasoning | ToolCallDelta | str
 
 
 class CallParser(Protocol):
-    """Finds the tool calls in an answer. The joined result does not depend on how the text is cut into pieces."""
+    """Finds the tool calls in an answer. The joined parts do not depend on how the text was cut into pieces."""
 
     @property
     def called(self) -> int:
@@ -96,7 +96,7 @@ class ReasoningParser:
         return not self.over and self._state == self._reasoning
 
     def push(self, text: str) -> tuple[list[Part], str]:
-        """Returns the reasoning, and the answer's text after it."""
+        """Returns the reasoning, and the text of the answer that follows the reasoning."""
         if self.over:
             return [], text
         for position, char in enumerate(text):
@@ -171,7 +171,7 @@ class AnswerFormat:
 
     @property
     def divides(self) -> bool:
-        """True if the answer can be anything but text."""
+        """True if the answer can have parts other than text."""
         return self.reasoning is not None or self.calls is not None
 
     def parser(self) -> AnswerParser:
@@ -181,7 +181,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Parses the text of one sequence. The joined result does not depend on how the text is cut into pieces."""
+    """Parses the text of one sequence. The joined parts do not depend on how the text was cut into pieces."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning

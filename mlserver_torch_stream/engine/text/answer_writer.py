@@ -1,7 +1,7 @@
 """Makes the events of one sequence from its tokens: their text, divided by the answer's format, and their logprobs.
 
-It finds out when the text ends the sequence. Stop strings are found by an Aho-Corasick automaton over characters, in
-pure Python.
+This module also finds out when the text ends a sequence. Stop strings are found by an Aho-Corasick automaton over
+characters, in pure Python.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Detokenizer(Protocol):
     """Turns token ids into text. The joined results of ``push`` and ``flush`` equal the decoded text of all ids."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Adds ids, and returns the text that they complete. It does not matter how the ids are divided among calls."""
+        """Adds ids, and returns the text that they complete. The joined text does not depend on how ids are grouped."""
 
     def flush(self, *, cut: bool = False) -> str:
         """Returns the rest of the text at the end of the sequence, with U+FFFD for an incomplete character.
 
-        ``cut`` means that a timeout or a shutdown has ended the sequence: then the incomplete character is left out.
+        ``cut`` means that a timeout or a shutdown has ended the sequence: then an incomplete character is left out.
         """
 
 
@@ -112,7 +112,7 @@ class AnswerWriter:
 
     @property
     def has_output(self) -> bool:
-        """True if the events so far have something for the reader, so not all of their text is held back."""
+        """True if the events so far have something for the reader, which they lack while all text is held back."""
         return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:
@@ -152,11 +152,11 @@ class AnswerWriter:
 
 
 class StopMatcher:
-    """Searches a text for stop strings. With ``include`` it also returns the stop string that it finds.
+    """Searches a text for stop strings. With ``include``, the text that it returns includes the stop string found.
 
-    The stop string that is complete first is found, so that a model stops as soon as possible. If several are complete
-    at the same character, the longest is found. The result does not depend on how the text is divided into parts. Empty
-    stop strings are ignored.
+    The stop string that is complete first is found, so that a model stops as soon as possible. If several stop strings
+    are complete at the same character, the longest is found. The result does not depend on how the text was divided
+    into parts. Empty stop strings are ignored.
     """
 
     def __init__(self, stops: StopStrings, include: bool) -> None:
@@ -167,7 +167,7 @@ class StopMatcher:
         self.hit: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> str:
-        """Adds the next part of the text. Returns the text that cannot be in a stop string; nothing after a hit."""
+        """Adds the next part of the text. Returns the text that cannot belong to a stop string; nothing after a hit."""
         if self.hit is not None:
             return ""
         automaton, state = self._automaton, self._state

@@ -1,6 +1,7 @@
 """Reads a function call, which is a JSON object, character by character while it is generated.
 
-The arguments' key may also be ``parameters``. A number outside brackets is refused, because nothing marks its end.
+The arguments' key may also be ``parameters``. A number outside brackets is refused, because no character marks the end
+of such a number.
 """
 
 from __future__ import annotations

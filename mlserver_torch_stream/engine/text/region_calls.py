@@ -1,7 +1,7 @@
 """Reads the tool calls in the regions of a ``response_template``: JSON as it arrives, XML one argument at a time, and
 other formats when the region has ended.
 
-A region that is not a call is returned as text, with the marks around it.
+A region that is not a call is returned as text, together with its marks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RegionSpelling:
 
     With ``keys``, each call is a JSON object that has these keys; ``listed`` means that the objects are in a list. With
     ``capture``, the region has only the arguments, and the regex group ``capture`` of the mark that opens the region
-    has the function's name. With neither, transformers parses the whole region with ``template``. ``tags`` matches one
-    argument in XML, and ``closing`` is the text at the end of each argument.
+    has the function's name. With neither ``keys`` nor ``capture``, transformers parses the whole region with
+    ``template``. ``tags`` matches one argument in XML, and ``closing`` is the text at the end of each argument.
     """
 
     template: Mapping[str, Any]

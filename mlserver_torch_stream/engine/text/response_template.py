@@ -1,4 +1,4 @@
-"""Divides answers as a tokenizer's ``response_template`` declares. XML calls are read in the same way.
+"""Divides answers as a tokenizer's ``response_template`` declares. XML calls are read with such a template, too.
 
 Regions that are neither reasoning nor calls, and text between regions, belong to the answer's text, so no text is lost.
 Values in XML calls are converted to the types in the functions' schemas.
@@ -197,7 +197,7 @@ class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has n
 def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the template with a field for the text between regions, if it has none.
 
-    The start of a message does not belong to that text.
+    The start of a message does not belong to the text between regions.
     """
     fields = dict(declared["fields"])
     if all("open" in region or "open_pattern" in region for region in fields.values()):

@@ -1,8 +1,8 @@
 """Runs chat templates, and tokenizers that may be slow, in other processes.
 
-Both run code from a model's files on a client's text. A process has a memory limit and, for each job, a time limit; a
-job that exceeds one is ended together with its process. The first job takes half a second longer, because a process has
-to start.
+Templates and tokenizers are programs from a model's files, which run on a client's text. A process has a memory limit
+and, for each job, a time limit; a job that exceeds one is ended together with its process. The first job takes half a
+second longer, because a process has to start.
 """
 
 from __future__ import annotations
@@ -171,4 +171,4 @@ def _stop_all(processes: deque[_Process]) -> None:
 
 
 class _LimitExceeded(Exception):
-    """Raised if a job exceeded a limit. The text is a predicate whose subject is the job."""
+    """Raised if a job exceeded a limit. The error's text is a predicate whose subject is the job."""

@@ -81,7 +81,7 @@ class TextCodec:
     def vocab_size(self) -> int:
         """The highest id plus 1, added tokens included.
 
-        If some ids below it are unused, it exceeds the number of tokens.
+        This exceeds the number of tokens if some ids are unused.
         """
         ids: Iterable[int] = self._tokenizer.get_vocab().values()
         return max(ids) + 1
@@ -152,7 +152,7 @@ class TextCodec:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def prepare_constraints(self) -> None:
-        """Does work for which otherwise the first request with a constraint, and all others meanwhile, would wait."""
+        """Prepares constraints at load, so that neither the first request with one nor the requests beside it wait."""
         self._constraints.prepare()
 
     def submit(
@@ -165,7 +165,7 @@ class TextCodec:
         return self._constraints.submit(constraint, reasoning)
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Returns whether special tokens are added to a raw prompt, which is so unless it begins with BOS."""
+        """Returns whether special tokens are added to a raw prompt; none are if it begins with BOS."""
         bos = self._tokenizer.bos_token
         return not (bos and text.startswith(str(bos)))
 
@@ -247,7 +247,7 @@ class TextCodec:
 
 
 def _as_failure(error: BaseException, field: str) -> BaseException:
-    """Returns the error to raise for a tokenizer's error. Logs a panic of its library, which is no Exception."""
+    """Returns the error to raise for a tokenizer's error. Logs a panic of the library, which is not an Exception."""
     if isinstance(error, KeyboardInterrupt | SystemExit) or (
         isinstance(error, Exception) and not isinstance(error, JobRefused)
     ):
@@ -363,7 +363,7 @@ class WindowDetokenizer:
         self._cut = 0
 
     def _broken(self, text: str) -> bool:
-        """Returns whether the returned text differs from the window's for more than an incomplete character."""
+        """Returns whether the returned text differs from the window's text in more than an incomplete character."""
         return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
 
     def _restart(self) -> str:

@@ -1,6 +1,6 @@
 """Finds out how many times longer a tokenizer can make a text, and whether its regular expressions may be slow.
 
-It reads the tokenizer's JSON in the ``tokenizers`` library, without the vocabulary, because a model's files are not
+The module reads a tokenizer's JSON, without the vocabulary, from the ``tokenizers`` library. A model's files are not
 trusted.
 """
 
@@ -44,7 +44,7 @@ def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def may_be_slow(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a regular expression of the tokenizer has nested repeats, so it may run endlessly."""
+    """Returns whether a regular expression of the tokenizer has nested repeats, which can run endlessly."""
     states = [_state(tokenizer, name) for name in ("normalizer", "pre_tokenizer")] if tokenizer.is_fast else []
     return any(backtracks(part["Regex"]) for state in states for part in _parts(state) if "Regex" in part)
 

@@ -35,7 +35,7 @@ def short_call_id() -> str:
 class MarkedCalls:
     """A state machine over characters. ``mark`` begins a call; the mark's first character occurs in it only once.
 
-    A state returns False for a character that cannot follow. Then the text since the mark is not a call but text, and
+    A state returns False for a character that cannot follow. After that, everything since the mark counts as text, and
     the character is read again as text.
     """
 
