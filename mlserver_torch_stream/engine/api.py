@@ -1,6 +1,6 @@
 """Defines the interface of an engine: submit requests, read one stream of their events, close the stream.
 
-It does not import torch, so the rooms outside the engine can import it.
+This module does not import torch, so code outside the engine can import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT_PRIORITY = 100
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One prompt, for which ``sampling.n`` sequences are generated, with indices from ``first_index`` on.
+    """One prompt and its ``sampling.n`` sequences, which have indices from ``first_index`` on.
 
     The engine keeps the object and changes it, so submit it only once. The prompt of an ``open`` request is not
     complete yet; ``TokenStream.seal`` sets the whole prompt and queues the request. The scheduler admits requests with

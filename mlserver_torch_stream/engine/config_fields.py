@@ -169,8 +169,8 @@ def settle_positions(config: Any, setting: int | None) -> bool:
 
     Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If the setting exceeds a
     rope's original length, the rope's long factors apply, as in vLLM and llama.cpp: sequences beyond that length have
-    the same logits as in transformers, and shorter sequences have different logits. Otherwise the short factors apply,
-    and ``max_model_len`` limits the context to the original length.
+    the same logits as in transformers, and shorter sequences have different logits. Without such a setting the short
+    factors apply, and ``max_model_len`` limits the context to the original length.
     """
     longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
     ropes = _long_ropes(config)

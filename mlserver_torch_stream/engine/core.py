@@ -342,7 +342,7 @@ class EngineCore:
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _mark_dead(self, error: BaseException) -> bool:
-        """Marks the engine dead. Returns True only to the first caller: the engine's thread or its watchdog."""
+        """Marks the engine dead. Returns True only to the first caller: the engine's thread or the watchdog."""
         with self._death_lock:
             if self._dead is not None:
                 return False

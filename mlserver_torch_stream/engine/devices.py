@@ -13,7 +13,7 @@ from torch import nn
 def check_devices(devices: Iterable[torch.device]) -> None:
     """Raises the device's error if a device is lost: after an illegal memory access every CUDA call returns that error.
 
-    It allocates nothing, because a device without free memory is not lost.
+    The check allocates nothing, because a device without free memory is not lost.
     """
     for device in devices:
         if device.type == "cuda":  # this stream, not the whole device: other models compute there

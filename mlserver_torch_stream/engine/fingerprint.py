@@ -25,8 +25,8 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    The key includes the number of threads, for which our own kernels are prepared, unless the engine is serial. The key
-    does not include ``max_num_seqs``, because each engine has its own cache.
+    Unless the engine is serial, the key includes the number of threads, because our own kernels are prepared for it.
+    The key does not include ``max_num_seqs``, because each engine has its own cache.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"

@@ -52,7 +52,7 @@ class ReplicatedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """None while at least one replica is fine.
+        """The troubles of all replicas; None while at least one replica is fine.
 
         On CPUs no replica is fine while the step of another one hangs, because that step holds the cores.
         """

@@ -90,7 +90,7 @@ class SequenceState:
         return self._reason_by_ids is not None or self.finish_reason is not None
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Adds the next token. If its id ends the sequence, ``ended`` is true afterwards."""
+        """Adds the next token. If the token's id ends the sequence, ``ended`` is true afterwards."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._max_tokens = self.request.max_tokens  # its prompt is whole

@@ -44,7 +44,9 @@ class RunningEngine:
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:
-    """Ends one use of a model's weights. The last use also stops the other ranks, if the model has several."""
+    """Ends one use of a model's weights. The end of the last use also stops the other ranks, if the model has several
+    ranks.
+    """
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
         ranks.leader.stop()
@@ -75,7 +77,7 @@ def model_info(
 
 
 def queue_limits(settings: EngineSettings) -> QueueLimits:
-    """Returns the limits of the queue and the timeouts that the settings set."""
+    """Returns the queue's limits and the timeouts from the settings."""
     return QueueLimits(
         settings.max_queued_requests,
         settings.max_queued_tokens,

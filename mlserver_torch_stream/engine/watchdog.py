@@ -206,7 +206,7 @@ class Decision:
 
 
 class WatchdogState:
-    """Decides what the watchdog does. It does not read a clock: methods are called with the time ``now``."""
+    """Decides what the watchdog does. The class does not read a clock: its methods are called with the time ``now``."""
 
     def __init__(self, queue_limits: QueueLimits) -> None:
         self._queue_limits = queue_limits
@@ -290,9 +290,7 @@ def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Returns the request timeout or, if shorter, half of the step limit: routers should avoid a server before it
-    ends.
-    """
+    """Returns half of the step limit, or the request timeout if it is shorter, so that routers avoid a stuck server."""
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,

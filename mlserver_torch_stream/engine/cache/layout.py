@@ -68,7 +68,7 @@ class CacheLayout:
                 yield index, copy.deepcopy(layer) if plain else LinearAttentionLayer(layer.number_of_states)
 
     def spec(self, page_size: int) -> CacheSpec:
-        """Returns the groups of the attention layers. Their ``token_bytes`` are 0: only a forward pass shows them."""
+        """Returns the groups of the attention layers, without ``token_bytes``, which only a forward pass shows."""
         groups: dict[tuple[int | None, int | None], list[int]] = {}
         for index, layer in enumerate(self._layers):
             if isinstance(layer, DynamicLayer):

@@ -34,12 +34,12 @@ class CacheSize:
 
 
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
-    """Returns the largest size that fits all ``rooms``, each the spec of a device or of all devices, and its bytes.
+    """Returns the largest size that fits all ``rooms``: pairs of a spec, of one device or of all, and its bytes.
 
-    The cache first gets room for one sequence of ``tokens`` tokens, or for the longest that fits. Then it gets room for
-    ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more pages than that, and
-    with fewer pages a long sequence would not fit. The remaining bytes become the same number of pages in each group,
-    for the prefix cache. If not even one token fits, there are no pages.
+    The cache first gets room for one sequence of ``tokens`` tokens, or for the longest that fits. Then the cache gets
+    room for ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more pages than
+    that, and with fewer pages a long sequence would not fit. The remaining bytes become the same number of pages in
+    each group, for the prefix cache. If not even one token fits, there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))

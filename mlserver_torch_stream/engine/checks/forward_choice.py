@@ -146,7 +146,7 @@ def take_rounded(
 
 
 def release_weights(model: nn.Module) -> None:
-    """Frees the parameters that the kernels have copied. These keep their shapes; reading their values raises."""
+    """Frees the parameters that the kernels have copied. Their shapes stay readable; reading their values raises."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

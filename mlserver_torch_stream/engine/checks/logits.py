@@ -71,7 +71,7 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache, filled. It has the states of ``sample``, because they have no positions."""
+        """Returns transformers' own cache, filled, with the states of ``sample``, because states have no positions."""
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)

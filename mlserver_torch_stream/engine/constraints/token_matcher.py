@@ -117,7 +117,7 @@ class TokenMatcher:
     def _settle(self) -> None:
         """Waits until no other thread uses the matcher.
 
-        If the other thread had an error, it will occur again when ``mask`` computes the mask.
+        An error in the other thread will occur again when ``mask`` computes the mask.
         """
         if self._computing is not None:
             self._computing.exception()

@@ -149,7 +149,7 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor for a safetensors file: its type there, the bytes of an element, its shape, and what reads it."""
+    """A tensor for a safetensors file: its type there, the bytes of an element, its shape, and its reader function."""
 
     dtype: str
     itemsize: int

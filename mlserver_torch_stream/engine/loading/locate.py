@@ -1,7 +1,7 @@
 """Finds the files of a model, and refuses models that are not causal language models.
 
-Finding the files blocks and may include a conversion, so do it in a thread. Some families of encoders also have a class
-for causal language models, whose output would be nonsense with an encoder's weights.
+These functions block, and may convert a file, so call them in a thread. Some families of encoders also have a class for
+causal language models, whose output would be nonsense with an encoder's weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lists the CPU instruction sets for which wheels have compiled kernels, and finds those that this CPU can run.
 
-It imports only the standard library, because the build of a wheel uses this file without the package.
+This module imports only the standard library, because the build of a wheel uses the file without the package.
 """
 
 from __future__ import annotations

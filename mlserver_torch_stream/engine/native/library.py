@@ -1,7 +1,7 @@
 """Declares the kernels' C interface, and chooses the threads that they run on.
 
 The caller must keep alive the memory that a structure points to. The kernels use libgomp's threads, as torch does.
-These threads spin for a while after each operator, so a second pool would compete with them for the cores.
+After each operator libgomp's threads spin for a while, so a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class KernelNorms(Structure):
 
 
 class KernelLayer(Structure):
-    """The weights of one decoder layer. ``rope`` is the number of its rotary table, from 1; 0 means no positions."""
+    """The weights of one decoder layer. ``rope`` is the number of the layer's rotary table, beginning with 1; 0 means
+    no rotary positions.
+    """
 
     _fields_ = [
         *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down")),

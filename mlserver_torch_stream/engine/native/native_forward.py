@@ -142,7 +142,7 @@ _MAX_TOKENS = 512
 
 
 class NativeForward(LoadedForward):
-    """The ``Forward`` of decoders that the kernels support. The next call overwrites its float32 logits.
+    """The ``Forward`` of decoders that the kernels support. Each call overwrites the float32 logits of the call before.
 
     A sequence's logits are bitwise the same alone and in every batch, for every page size and division of its prompt.
     """

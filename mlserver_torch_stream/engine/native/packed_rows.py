@@ -1,6 +1,6 @@
 """Holds the weights of a projection or an embedding as blocks of a GGUF file, and defines modules over them.
 
-A module computes in float32, a few rows at a time. Such a module is slow and serves as the reference for the kernels.
+A module computes in float32, a few rows at a time. These modules are slow, and serve as the reference for the kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs forwards of several batches at the same time, each in a thread of its own.
 
-Each forward has a key and a batch; it waits for the forwards whose pages its batch reads.
+Each forward has a key and a batch, and waits for the forwards that write the pages that the batch reads.
 
 Batches in flight have no sequence in common, so they share only pages that the scheduler lets several sequences read:
 those of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
@@ -105,8 +105,8 @@ class BatchAheadFailed(Exception):
 class InFlightForwards(Generic[K, T]):
     """Runs up to ``most`` forwards at once; the caller launches no more. One thread calls all methods.
 
-    The forwards run while the calling thread continues (``overlap``). They run in daemon threads, because a forward may
-    hang, and at exit Python would wait for the threads of an executor.
+    The forwards run while the calling thread continues (``overlap``). Forwards run in daemon threads, because a forward
+    may hang, and at exit Python would wait for the threads of an executor.
     """
 
     overlap = True
@@ -128,7 +128,7 @@ class InFlightForwards(Generic[K, T]):
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         """Runs ``work``, the forward of ``batch``.
 
-        Threads start forwards in the order in which they were launched, so no forward waits for one without a thread.
+        Forwards start in the order in which they were launched, so none waits for a forward that has no thread yet.
         """
         ahead = [self._away[other] for other in self._ahead.add(key, batch)]
         done: Future[T] = Future()

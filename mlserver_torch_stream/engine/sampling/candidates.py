@@ -26,7 +26,7 @@ _TAIL_COUNTER = 1 << 62  # a noise counter that is not a token id
 
 
 class RowDraw(Protocol):
-    """Draws a token for each of ``rows`` from ``logits``, float32 on a CPU, which stay unchanged.
+    """Draws a token for each of ``rows``. ``logits`` are float32 on a CPU and are not changed.
 
     ``indices`` are the rows of ``logits`` to draw from. The result for a row is the token that ``draw`` returns, or
     ``UNDECIDED``.

@@ -160,7 +160,7 @@ class LogitAdjuster:
     The adjustments are: the bias, the repetition penalty (for prompt and generated tokens), presence and frequency
     penalties (for generated tokens), bad words, the exclusion of ``end_ids`` before ``min_tokens``, and the model's own
     ``rules``, which need ``max_tokens``. Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens
-    that its constraint does not allow; it takes precedence over the tokens that the model's rules force.
+    that its constraint does not allow, and takes precedence over tokens that the model's rules force.
     """
 
     def __init__(

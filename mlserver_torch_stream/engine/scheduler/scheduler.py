@@ -1,6 +1,7 @@
 """Schedules each step: which sequences decode, which chunks of prompts run with them, and which pages they use.
 
-The scheduler only decides what to run and returns the plan. It does not import torch, run a model or read a clock.
+The scheduler only decides what to run, and returns the plan. This module does not import torch, run a model or read a
+clock.
 """
 
 from __future__ import annotations

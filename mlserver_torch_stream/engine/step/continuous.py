@@ -113,15 +113,15 @@ class _StepInFlight:
 class ContinuousBatcher(Batcher):
     """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
-    With a ``pipeline`` one step per stage is in flight, no two of them with a common sequence, and a call of ``step``
-    waits for one of these steps. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
-    ``InlineForwards`` without. If forwards overlap with the engine's thread, the next step is launched before the text
-    of the previous step is made. If the text of a step ends a sequence, the sequence's token from the step that was
-    launched meanwhile is dropped. With ``drafts_forced``, several tokens that a constraint forces are computed in one
-    step. ``step_target`` is the desired duration, in seconds, of a step in which sequences decode: the step takes as
-    many prompt tokens as fit into this time, within the limits, but at least a page. If ``step_target`` is None, only
-    the limits bound a step. ``check_devices`` raises if a device is lost. No request has caused the loss of a device,
-    so the error ends the engine's thread.
+    With a ``pipeline`` there is one step in flight per stage. No two steps in flight have a sequence in common, and a
+    call of ``step`` waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a
+    pipeline, ``InlineForwards`` without. If forwards overlap with the engine's thread, the next step is launched before
+    the text of the previous step is made. If the text of a step ends a sequence, the sequence's token from the step
+    that was launched meanwhile is dropped. With ``drafts_forced``, several tokens that a constraint forces are computed
+    in one step. ``step_target`` is the desired duration, in seconds, of a step in which sequences decode: the step
+    takes as many prompt tokens as fit into this time, within the limits, but at least a page. If ``step_target`` is
+    None, only the limits bound a step. ``check_devices`` raises if a device is lost. No request has caused the loss of
+    a device, so the error ends the engine's thread.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
-        """Returns the bound on a step's prompt tokens, for which ``rows`` decode rows wait; None means no bound."""
+        """Returns the bound on the prompt tokens of a step in which ``rows`` rows decode; None means no bound."""
         if self._step_target is None or not rows:
             return None
         return self._cost.budget(self._step_target, rows, self._min_prompt_tokens)

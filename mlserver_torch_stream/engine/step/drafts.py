@@ -1,10 +1,10 @@
 """Drafts the next tokens of sequences: tokens that a constraint forces, or tokens looked up in the sequence itself.
 
-A draft saves, on average, the probability of its acceptance times the time of a token without drafts. It is worthwhile
-if this exceeds the time that one more token adds to a step. Probabilities and times are measured while the engine runs,
-so nothing is drafted where drafts would cost time, as in prose or with many sequences. The acceptance rate is measured
-for each size of the n-gram that was found, per sequence and for all sequences together; the rate of all sequences is
-the prior for a new sequence.
+A draft saves, on average, the probability of its acceptance times the time of a token without drafts. The draft is
+worthwhile if that exceeds the time that one more token adds to a step. Probabilities and times are measured while the
+engine runs, so nothing is drafted where drafts would cost time, as in prose or with many sequences. The acceptance rate
+is measured for each size of the n-gram that was found, per sequence and for all sequences together; the rate of all
+sequences is the prior for a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """

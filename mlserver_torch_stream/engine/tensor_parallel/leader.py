@@ -76,7 +76,7 @@ def batch_numbers(batch: Batch) -> Sequence[int]:
 
 
 def batch_of(numbers: Sequence[int]) -> Batch:
-    """Returns the batch that ``batch_numbers`` has encoded. Its token ids and block tables are lists."""
+    """Returns the batch that ``batch_numbers`` has encoded, with lists as token ids and block tables."""
     reader = _Reader(numbers)
     sequences, groups, copies, state_copies = reader.take(4)
     heads = [reader.take(_OF_SEQUENCE + groups) for _ in range(sequences)]

@@ -112,7 +112,7 @@ class AnswerWriter:
 
     @property
     def has_output(self) -> bool:
-        """True if the events so far have something for the reader, which they lack while all text is held back."""
+        """True if the events so far have something for the reader; false while all text is held back."""
         return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:

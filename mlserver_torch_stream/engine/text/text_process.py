@@ -36,7 +36,7 @@ _PIECE = 2**18
 
 
 class JobRefused(Exception):
-    """Raised if the job raised: the template refused the messages, or the tokenizer's library panicked.
+    """Raised if a job failed: the template refused the messages, or the tokenizer's library panicked.
 
     The error's text is the reason.
     """

@@ -299,10 +299,10 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
 
-    There is one exception to the contract of ``Detokenizer``: tokenizers with byte fallback can emit, byte by byte, a
-    run of bytes that is not UTF-8 or that encodes the replacement character. Decoding all ids at once replaces the
-    entire run; here the characters that were complete have already been returned, and the number of replacement
-    characters can differ.
+    The contract of ``Detokenizer`` has one exception: tokenizers with byte fallback can emit, byte by byte, a run of
+    bytes that is not UTF-8 or that encodes the replacement character. Decoding all ids at once replaces the entire run;
+    here the characters that were complete have already been returned, and the number of replacement characters can
+    differ.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
