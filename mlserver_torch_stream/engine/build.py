@@ -78,7 +78,7 @@ def _load(
 
 
 def _runner(resolved: ResolvedSettings) -> Callable[..., RunningEngine]:
-    """Imports and returns the function that runs the model. Only that of this package's own engine imports torch."""
+    """Imports and returns the function that runs the model. For vLLM, torch is not imported."""
     if resolved.settings.vllm is not None:
         from mlserver_torch_stream.engine.vllm.vllm_engine import run_vllm
 

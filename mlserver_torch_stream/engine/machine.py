@@ -150,7 +150,7 @@ def _number(path: Path) -> int | None:
 
 
 def trim_heap() -> None:
-    """Trims glibc's heap after a load or an unload, which takes milliseconds. Has no effect with other C libraries."""
+    """Trims glibc's heap after a load or an unload; this takes milliseconds. Has no effect with other C libraries."""
     if sys.platform != "linux":
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

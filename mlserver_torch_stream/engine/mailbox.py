@@ -40,7 +40,7 @@ class Delivered:
 
 
 class Mailbox:
-    """A ``TokenStream``. All its methods run on the loop's thread; the engine's thread reads only ``closed_at``."""
+    """A ``TokenStream``. All methods run on the loop's thread; the engine's thread only reads ``closed_at``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:
         """``on_close`` is called if the reader closes the mailbox before the end of all sequences."""

@@ -154,7 +154,7 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
 
 
 def outline_of(model: Any) -> ModelOutline:
-    """Returns the model's config for a record. Raises NotRecordable if it would change the cache or the context."""
+    """Returns the model's plain config. Raises NotRecordable if the cache or the context would differ with it."""
     outline = ModelOutline(plain_config(_plain(vars(model.config))))
     if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
         raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")

@@ -195,9 +195,7 @@ class Trial:
         return shared
 
     def _forked(self, other: TrialSequence) -> TrialSequence:
-        """Returns a new sequence that continues another one with different tokens, and copies the page that it
-        writes.
-        """
+        """Returns a new sequence that continues another one with different tokens, on a copy of the newest page."""
         ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(_AFTER)]
         tables = [list(table) for table in other.tables]
         fork = self._added(ids, other.prompt, tables)

@@ -37,8 +37,7 @@ class Forward(Protocol):
     """Returns the logits of a batch. The next call may overwrite them.
 
     A forward executes the batch's copies, and writes the keys and values of the new tokens to their pages. If a forward
-    raises, the contents of those pages are undefined but the states are unchanged, so the same tokens can be tried
-    again.
+    raises, what it wrote to pages is undefined but the states are unchanged, so the same tokens can be tried again.
     """
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
@@ -58,7 +57,7 @@ class LoadedForward(Forward, Protocol):
 
     @property
     def packs(self) -> bool:
-        """True if it computes all new tokens of a batch together, so that a few more tokens cost little."""
+        """True if the forward computes all new tokens of a batch together, so that a few more tokens cost little."""
         return True
 
     def reserve(self, cache: PagedCache) -> None:

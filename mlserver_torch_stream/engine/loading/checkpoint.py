@@ -36,7 +36,7 @@ _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 
 
 def check_folder(folder: Path) -> Tensors:
-    """Checks the JSON files and the headers of a folder. Returns the folder's tensors; none for pickles.
+    """Checks a folder's JSON files and headers. Returns the folder's tensors; none if the weights are pickles.
 
     Raises LoadFailed, which names the file and the field.
     """

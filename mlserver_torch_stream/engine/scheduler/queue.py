@@ -274,7 +274,7 @@ class Admission:
     def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
         """Returns the maximum length of a request's sequences, including its prompt, which has ``prompt`` tokens.
 
-        If the request has no ``max_tokens``, it is at most the length at which all its sequences fit the cache
+        Without ``max_tokens`` the result is at most the length at which all the request's sequences fit the cache
         together.
         """
         context, n = self._info.max_model_len, request.sampling.n

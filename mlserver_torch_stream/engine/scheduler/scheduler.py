@@ -129,8 +129,7 @@ class StepDraft:
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
         """Returns whether another part of this step writes the page that a prompt whose scores are wanted needs next.
 
-        In that case the prompt waits until the next step, when the page and its scores exist and the prompt can use
-        them.
+        Such a prompt waits until the next step, when the page and its scores exist and the prompt can use them.
         """
         if not scheduled.request.unscored or not self._parts:
             return False
@@ -320,7 +319,9 @@ class Scheduler:
             admitted = self._admit(draft, busy, below)
 
     def _admit(self, draft: StepDraft, busy: Busy, below: float) -> bool:
-        """Admits the next such request, and adds its first chunk. Returns False if no request can be admitted."""
+        """Admits the next request with a priority below ``below``, and adds its first chunk. Returns False if none
+        fits.
+        """
         if not self.waiting:
             return False
         places, below = self._places, min(below, self._restarting_priority)

@@ -41,7 +41,7 @@ class Batcher(ABC):
     """Generates the tokens of its requests. The event loop calls ``refusal`` and ``check``; the engine's thread calls
     the other methods.
 
-    A batcher reports the work of its steps to ``progress``. ``stats`` is its latest snapshot of counters and gauges.
+    A batcher reports the work of its steps to ``progress``. ``stats`` is the latest snapshot of counters and gauges.
     Each snapshot is a new object, so other threads never see a half-written one. ``trouble`` says why the batcher
     accepts no requests now; None if it accepts them. Any thread may read ``stats`` and ``trouble``.
     """
@@ -87,7 +87,7 @@ class Batcher(ABC):
 
     @abstractmethod
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
-        """Does some work; returns False if there was none.
+        """Does some work. Returns False if there was no work.
 
         A long step calls ``poll`` and ``yield_device`` between its forwards.
         """

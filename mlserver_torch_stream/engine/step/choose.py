@@ -112,8 +112,8 @@ def in_halves(
 ) -> StepResult:
     """Runs the parts of a plan again, whose forward pass raised ``error``; leaves out parts of ``void`` sequences.
 
-    Each half of the parts is run, and a half that raises is halved again. A part has failed if it raises when it runs
-    alone. If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not
+    Each half of the parts is run, and a half that raises is halved again. A part that raises when it runs alone has
+    failed. If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not
     run again.
     """
     result = no_result()
@@ -198,7 +198,7 @@ class TokenChoice:
         return scored
 
     def _made_sampler(self, sequence: SequenceState) -> RowSampler | None:
-        """Returns the sequence's sampler, made with the samplers of the whole request; None if making them fails."""
+        """Makes the samplers of a sequence's request, and returns the sequence's own; None if that fails."""
         try:
             self._samplers.begin(sequence.request)
         except Exception as error:

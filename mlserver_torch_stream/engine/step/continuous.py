@@ -99,7 +99,7 @@ Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward has not returned. ``began`` is the time at which it was scheduled.
+    """A step whose forward has not returned. ``began`` is the time at which the step was scheduled.
 
     ``requests`` are the requests of its ``sequences``.
     """
@@ -326,10 +326,11 @@ class ContinuousBatcher(Batcher):
     def _advance(self, part: StepPart, row: int, result: StepResult) -> bool:
         """Counts a part as computed, unless its drafts must be verified first. Its logits begin at index ``row``.
 
-        Returns False if its sequences get no token, because the part is void or its sequence ended while the forward
-        ran. The pages of an ended sequence are still written, so sequences that share them continue. But if the logits
-        of an ended sequence hold NaN, its pages may hold NaN too: these pages are forgotten, and the sequences that
-        share them are computed again. A chunk before the end of a prompt has no logits to check, and counts as written.
+        Returns False if the part's sequences get no token, because the part is void or its sequence ended while the
+        forward ran. The pages of an ended sequence are still written, so sequences that share them continue. But if the
+        logits of an ended sequence hold NaN, its pages may hold NaN too: these pages are forgotten, and the sequences
+        that share them are computed again. A chunk before the end of a prompt has no logits to check, and counts as
+        written.
         """
         if part.sequence.finish_reason is not None:
             if not part.samples or result.logits.is_finite(row + part.sampled_row):

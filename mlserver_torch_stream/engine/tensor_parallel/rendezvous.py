@@ -51,7 +51,7 @@ class RankProcesses:
             raise
 
     def fate(self, seconds: float) -> str | None:
-        """Waits up to ``seconds`` for a process to end. Returns how the first one ended; None if all are still
+        """Waits up to ``seconds`` for a process to end. Returns how the first process ended; None if all are
         running.
         """
         if self._children:

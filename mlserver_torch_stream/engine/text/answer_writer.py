@@ -152,7 +152,7 @@ class AnswerWriter:
 
 
 class StopMatcher:
-    """Searches a text for stop strings. With ``include``, the text that it returns includes the stop string found.
+    """Searches a text for stop strings. With ``include``, the returned text includes the stop string that was found.
 
     The stop string that is complete first is found, so that a model stops as soon as possible. If several stop strings
     are complete at the same character, the longest is found. The result does not depend on how the text was divided
@@ -198,7 +198,7 @@ class StopMatcher:
 
 
 class StopStrings:
-    """The automaton for the stop strings of a request. The matchers of all its sequences share it.
+    """The automaton for a request's stop strings, which the matchers of all the request's sequences share.
 
     A state stands for the longest prefix of a stop string that the text so far ends with; state 0 for the empty prefix.
     """

@@ -176,7 +176,9 @@ class CallNotation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MarkedNotation:
-    """JSON calls after a mark. Templates with ``[ARGS]`` use the spelling ``named``, if any, others ``plain``."""
+    """JSON calls after a mark. Templates with ``[ARGS]`` use the spelling ``named`` if it is set, others use
+    ``plain``.
+    """
 
     calls: type[MarkedCalls]
     plain: CallSpelling
