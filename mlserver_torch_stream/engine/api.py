@@ -53,9 +53,9 @@ class EngineCounters:
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
-    num_preemptions: int = 0  # how often a sequence gave its pages to an older one, to be computed again
+    num_preemptions: int = 0  # how often a sequence lost its pages to an older one, and had to be computed again
     draft_tokens: int = 0  # drafted by prompt lookup
-    accepted_draft_tokens: int = 0  # drafts that equal the tokens that were then sampled
+    accepted_draft_tokens: int = 0  # drafts that were equal to the sampled tokens
     forced_tokens: int = 0  # tokens that a constraint forced, computed together with the token before them
     cancelled_sequences: int = 0  # sequences whose stream was closed
     timed_out_sequences: int = 0
@@ -73,7 +73,7 @@ class EngineStats(EngineCounters):
     waiting_requests: int = 0  # requests in the queue
     waiting_tokens: int = 0  # tokens in the prompts of waiting requests
     prefilling_requests: int = 0
-    open_prompts: int = 0  # prompts that are not whole yet: they hold no slot and no memory of the cache
+    open_prompts: int = 0  # prompts that are not whole yet; they take no slot and no memory of the cache
     kv_cache_bytes: int = 0  # the size of the pages of running and prefilling sequences
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # the size of the pages that only the prefix cache holds

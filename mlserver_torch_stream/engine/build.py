@@ -66,7 +66,7 @@ def _load(
             raise
         raise LoadFailed(f"cannot load {resolved.source.name}: its tokenizer is damaged: {error}") from error
     if running is None:
-        reclaim_memory()  # the error is gone, and so are the frames that held a part of the model
+        reclaim_memory()  # here the error is freed, with the frames that held a part of the model
         raise WorkCancelled
     try:
         gc.collect()  # frees objects in reference cycles that the load left

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     logging.basicConfig(handlers=[channel], format="%(message)s")
     logging.getLogger(PACKAGE).setLevel(int(level))
     try:
-        gc.disable()  # walking the half a million objects that the import makes takes most of a second
+        gc.disable()  # a collection of the half a million objects that the import makes takes most of a second
         try:
             function, args = pickle.load(sys.stdin.buffer)
         except EOFError:  # the parent has ended

@@ -134,7 +134,7 @@ class EngineCore:
             )
             for request in requests
         ]
-        # At once, because the watchdog must find it even if the engine's thread never accepts it.
+        # Stored at once, because the watchdog must find the stream even if the engine's thread never accepts it.
         self._open[mailbox] = accepted
         self._watchdog.watch(accepted)
         if opens:
@@ -208,7 +208,8 @@ class EngineCore:
         self._thread.join()
         self._watchdog.stop()
         self._watchdog.join()
-        # This object and its watchdog refer to each other. The weights and the KV cache do not wait for a collection.
+        # This object and its watchdog refer to each other, but weights and KV cache must not wait for a garbage
+        # collection.
         self._batcher, self._replacement = DeadBatcher(self._batcher.stats), BatcherReplacement(None)
 
     def _wake(self) -> None:
@@ -369,7 +370,7 @@ class EngineCore:
         stopping = self._stopping  # read once: the inbox refuses what is posted after the last look
         self._inbox.take_in(last=stopping)
         if self._dead is not None:
-            # The readers have their last events already: this frees the slots.
+            # The readers already have their last events; this only frees the slots.
             self._end_all(FinishReason.ERROR, GenerationFailed("the engine died"))
             return True
         if (pending_death := self.pending_death) is not None and not stopping:

@@ -16,7 +16,7 @@ def check_devices(devices: Iterable[torch.device]) -> None:
     The check allocates nothing, because a device without free memory is not lost.
     """
     for device in devices:
-        if device.type == "cuda":  # this stream, not the whole device: other models compute there
+        if device.type == "cuda":  # only this stream, because other models compute on the device
             torch.cuda.current_stream(device).synchronize()
         elif device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)

@@ -11,7 +11,7 @@ from mlserver_torch_stream.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
 
-_TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # by name: a server whose models vLLM runs has no torch
+_TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # compared by name, because a server whose models vLLM runs has no torch
 
 
 class StepTimeout(RuntimeError):

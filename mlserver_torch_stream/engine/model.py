@@ -202,7 +202,7 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
         if recording is not None:
             write = _record_of(weights, findings, placement, recording, resolved)
         choice = choose_forward(expected, findings, settings, load.kernels)
-        if write is not None and choice.forward.has_threads:  # our kernels, which run the whole forward
+        if write is not None and choice.forward.has_threads:  # here our kernels run the whole forward
             write()
         if settings.pipeline == "auto" and not choice.forward.has_threads:
             pipeline = take_pipeline(weights.model, load.threads, choice.forward)

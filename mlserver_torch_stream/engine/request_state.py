@@ -35,7 +35,7 @@ class SequenceState:
     """
 
     def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
-        # Weak: a reference cycle would keep both, and the token matcher, until a garbage collection.
+        # A weak reference: a cycle would keep both objects and the token matcher until a garbage collection.
         self._request = weakref.ref(request)
         self._input = request.input
         self._end_ids = request.end_ids

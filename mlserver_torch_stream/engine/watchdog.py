@@ -212,7 +212,7 @@ class WatchdogState:
         self._queue_limits = queue_limits
         self._deadlines = Deadlines()
         self._expected: list[EndRequest] = []
-        self._logged: list[tuple[float, int]] = []  # overdue work: a ``Work`` would keep the sequences of its step
+        self._logged: list[tuple[float, int]] = []  # overdue work; a ``Work`` would keep its sequences alive
 
     def watch(self, requests: Sequence[RequestState]) -> None:
         """Adds the timeouts of requests and, for requests whose prompt is whole, the limit of the queue time."""

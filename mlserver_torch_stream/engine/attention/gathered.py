@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.devices import from_host
 
 _SHORT = 6  # sequences of up to 2 ** 6 keys are computed together whatever their lengths
-_QUERIES = 256  # queries of a chunk whose scores are in float32 at a time
+_QUERIES = 256  # the number of a chunk's queries whose scores are in float32 at the same time
 
 Rows = list[tuple[torch.Tensor, torch.Tensor, int]]
 """Sequences that see similar numbers of keys, their positions among the tokens, and the largest number of keys."""
@@ -89,7 +89,7 @@ def _attend_rows(
         last = batch.lengths[sequences].long() - 1
         places = options.oldest_seen(last)[:, None] + torch.arange(width, device=last.device)
         valid = places <= last[:, None]
-        # Shorter rows read their newest key again: a page may hold NaN after it.
+        # Shorter rows read their newest key again, because the rest of its page may hold NaN.
         places = torch.minimum(places, last[:, None])
         batch.memo[key] = _slots(batch.tables[layer.group][sequences], batch, places), valid[:, None, None]
     slots, valid = batch.memo[key]

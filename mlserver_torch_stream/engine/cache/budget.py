@@ -16,7 +16,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 # Share of a GPU's free memory after loading. The rest is for activations and for the fragments of torch's allocator.
 GPU_CACHE_SHARE = 0.8
-# The maximum bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
+# The maximum bytes of a host's memory for pages of ended sequences: a page that was written once stays resident.
 HOST_PREFIX_BYTES = 256 * 2**20
 HOST = torch.device("cpu")
 

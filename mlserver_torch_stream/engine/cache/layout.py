@@ -82,7 +82,7 @@ class CacheLayout:
         """Returns the window and the chunk of an attention layer."""
         if not layer.is_sliding:
             return None, None
-        kinds = self._kinds[index : index + 1] or ["chunked_attention"]  # what transformers assumes without kinds
+        kinds = self._kinds[index : index + 1] or ["chunked_attention"]  # transformers' default without kinds
         if self._chunk is not None and kinds == ["chunked_attention"]:
             return None, int(self._chunk)
         return int(layer.sliding_window), None

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _COLUMNS = 5  # tokens of the short sequence, whose keys and values are repeated
 _MIDDLE = 2  # pages that a long table names again and again
-# transformers' own cache of one sequence may take half of the weights' bytes and of the free memory: each layer is
-# copied once when it gets the new tokens.
+# transformers' own cache of one sequence may take half of the weights' bytes and half of the free memory, because each
+# layer is copied when it gets the new tokens.
 _PART = 2
 
 

@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
-# The oldest positions weigh four times as much as all later ones together, because they are the ones that a window
-# drops. So a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16, root
-# mean square).
+# The oldest positions weigh four times as much as all later ones together, because a window drops the oldest first. So
+# a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16, root mean
+# square).
 _HEAVY = 3
 _WEIGHT = 4
 
@@ -118,12 +118,12 @@ _HALF_TOLERANCE = 0.35
 _HALF_MEAN_TOLERANCE = 0.2
 # Activations that are rounded to int8 in blocks, against float32: for SmolLM2 in Q4_1, whose perplexity rises by less
 # than 0.5 %, ten of twenty logits are off by more than 0.35 and one by 0.76 (root mean square: 0.11, one by 0.27). With
-# its weights in int8 or int4, against transformers in bfloat16 with the same weights, one is off by 0.64 or 0.79. The
-# weights that the kernels read are compared with the file's as they are packed, and so a wrong scale needs no logits.
+# SmolLM2's weights in int8 or int4, against transformers in bfloat16 with the same weights, one is off by 0.64 or 0.79.
+# The kernels' weights are compared with the file's while they are packed, so a wrong scale is found without logits.
 _INT8_TOLERANCE = 1.0
 # In a mixture of experts, rounding alone can send a token to another expert. Its logits then differ by 0.49 (a tiny
-# gpt-oss); the logits of a different token differ by 1 and more. Rounding does this to few tokens, but wrong positions
-# change the logits of half of the tokens.
+# gpt-oss); the logits of a different token differ by 1 and more. Rounding affects few tokens in this way, but wrong
+# positions change the logits of half of the tokens.
 _SINGLE_MEAN_TOLERANCE = 0.6
 _MAX_OFF = 1 / 4
 _FEW = 4

@@ -32,7 +32,7 @@ from mlserver_torch_stream.errors import LoadFailed
 SMALL_PAGE = 4  # so small that a few tokens cross pages
 # Kernels work in blocks of up to 256 keys.
 _KERNEL_LENGTHS = (258,)
-# A factor for states, so large that weak states show too.
+# A factor for states that is so large that weak states are noticed too.
 _LARGE = -1000.0
 
 F = TypeVar("F", bound=Forward)

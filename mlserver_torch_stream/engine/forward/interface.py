@@ -47,7 +47,7 @@ class Forward(Protocol):
 class LoadedForward(Forward, Protocol):
     """The forward of a loaded model, with the properties that an engine needs."""
 
-    # Whether it has its own threads, which torch's threads would slow. It then calls no module of the model.
+    # Whether it has its own threads, which torch's threads would slow down. If so, it calls no module of the model.
     has_threads: bool = False
 
     @property

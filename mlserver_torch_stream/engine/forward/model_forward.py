@@ -104,7 +104,7 @@ class ModelForward(LoadedForward):
         ids = packed_ids(batch, self.device)
         if self.way is Way.PACKED:
             if self._takes_rows:
-                # An index on the CPU fits every device, and is waited for.
+                # An index on the CPU works with every device, but the call then waits for the device.
                 device = self._states_device or torch.device("cpu")
                 return self._call(ids[None], step, logits_to_keep=from_host(batch.wanted_rows, device, torch.long))[0]
             return self._call(ids[None], step)[0, from_host(batch.wanted_rows, self._output_device, torch.long)]
@@ -119,7 +119,7 @@ class ModelForward(LoadedForward):
 
     def _call(self, ids: torch.Tensor, step: ModelStep, **more: Any) -> torch.Tensor:
         """Calls the model. ``more`` are arguments in addition to the ids, their positions and the cache."""
-        if self._takes_mask and self.way is Way.PACKED:  # without a mask, GPT-2 waits for the ids to look for padding
+        if self._takes_mask and self.way is Way.PACKED:  # else GPT-2 waits for the device to find padding in the ids
             more["attention_mask"] = torch.ones_like(ids)
         if self._takes_positions:
             more["position_ids"] = step.on(self.device).positions.reshape(ids.shape)

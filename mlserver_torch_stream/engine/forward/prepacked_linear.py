@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.failures import in_a_line
 
 logger = logging.getLogger(__name__)
 
-# Rows that the layout is made for; measured good from 1 to 512.
+# The number of rows that the layout is made for; measured to be good from 1 to 512 rows.
 _ROWS = 16
 _CHECKED_ROWS = (1, 5, 40)
 # Two orders of summing bfloat16 products in float32 can differ by rounding: the result is bfloat16, which keeps 8 bits.
@@ -62,7 +62,7 @@ def _refused(packed: _Packed, why: str) -> int:
 
 
 def _candidates(model: nn.Module) -> Iterator[nn.Linear]:
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves their weights about
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves these weights between devices
         return
     for module in model.modules():
         # No subclasses (quantised, sharded), and no layers whose forward was replaced.

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
-UNUSED_SECONDS = 30 * 24 * 3600.0  # after which a conversion is deleted: each version of transformers makes its own
+UNUSED_SECONDS = 30 * 24 * 3600.0  # conversions unused for so long are deleted: each transformers version has its own
 _READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
 _SEAL = "checksums.json"  # holds the checksums of the other files of a folder
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised

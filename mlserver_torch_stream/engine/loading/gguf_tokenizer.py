@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = {
 # transformers' reader, or with each digit alone before that.
 _AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat", "a.x-4.0", "mellum")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# A piece that is a whole token becomes that token, whatever the merges give; the file need not ask for a bos.
+# A piece of text that is a whole token becomes that token, whatever the merges say; the file need not ask for a BOS.
 _WHOLE_PIECES = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )

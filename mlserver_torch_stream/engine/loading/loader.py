@@ -61,7 +61,7 @@ from mlserver_torch_stream.work_threads import raise_if_cancelled
 logger = logging.getLogger(__name__)
 
 # The weights' shares of a GPU's free memory; the rest is for the KV cache and activations. A larger share is better
-# than weights on the CPU, which every step moves to the GPU.
+# than weights on the CPU, because every step copies those to the GPU.
 GPU_WEIGHT_SHARES = (0.7, 0.9)
 _LEAST = GPU_WEIGHT_SHARES[0]
 # The part of a GPU that stays empty, because a layer is never split over GPUs.

@@ -77,7 +77,7 @@ def _held(
     for name in names:
         module = _module(model, name)
         tensors = [_tensor(model, name)] if module is None else [*module.parameters(), *module.buffers()]
-        # Tied weights are one tensor, and count where they are first.
+        # Tied weights are one tensor, which counts only at its first place.
         weights += sum(bytes_of(tensor) for tensor in tensors if id(tensor) not in seen)
         seen.update(map(id, tensors))
         paths = [name] if module is None else [path for path, _ in module.named_modules(prefix=name)]

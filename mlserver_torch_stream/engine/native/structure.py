@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
         *("dtype", "architectures", "transformers_version", "id2label", "label2id", "problem_type"),
     )
 )
-# Values with which other fields and keys have no effect. None has this meaning for all of them.
+# Values with which other fields and keys have no effect. None is such a value for all of them.
 _OFF: Mapping[str, Any] = {
     "chunk_size_feed_forward": 0,
     "is_encoder_decoder": False,

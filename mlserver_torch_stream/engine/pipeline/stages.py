@@ -195,7 +195,7 @@ class _StagePosition:
         self.leave()
         self._stage_lock.enter_context(stage.lock)
         self._stage = stage
-        # Only now: a model's inputs go to its first device, and wait there for the batch before.
+        # Taken only now, because a model's inputs go to its first device and wait there for the previous batch.
         if self._python is not None:
             self._python_lock.enter_context(self._python)
 

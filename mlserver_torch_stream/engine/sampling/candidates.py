@@ -17,11 +17,11 @@ from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.sampling.row_sampler import FEW, RowSampler, gumbel
 
 FAILED = -1  # no finite logit to choose from
-# No token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it.
+# No token yet: the filters keep more than the candidates or, in a ``RowDraw``, rounding could change the token.
 UNDECIDED = -2
 _TAIL = -3  # an unfiltered row chose a token beyond the candidates
 
-_WIDTHS = (FEW, 1024)  # with FEW: a table of few allowed tokens gives the same token as the whole row
+_WIDTHS = (FEW, 1024)  # FEW is one of them, so that a table of few allowed tokens gives the same token as the whole row
 _TAIL_COUNTER = 1 << 62  # a noise counter that is not a token id
 
 
@@ -105,7 +105,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids:
         head = values > values[:, -1:]  # values equal to the last candidate belong to the tail
         keep = torch.where(free[:, None], head, keep)
         open_ended = open_ended & ~free
-    # All tokens beyond the candidates take part as one token, which has the last column of ``noise``.
+    # All tokens beyond the candidates compete as one token, which has the last column of ``noise``.
     counters = columns if ids is None else ids.gather(1, columns)
     tail = torch.full((len(rows), 1), _TAIL_COUNTER, device=work.device)
     noise = gumbel([row.noise_key for row in rows], torch.cat([counters, tail], dim=1))

@@ -158,7 +158,7 @@ class ContinuousBatcher(Batcher):
             flights = InFlightForwards(pipeline.depth, pipeline.threads, cache.page_size)
         self._flights: Flights = InlineForwards() if flights is None else flights
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
-        self._alone_since = 0.0  # when another engine last gave the device back
+        self._alone_since = 0.0  # when another engine last released the device
 
     # --- requests ---
 
@@ -195,7 +195,7 @@ class ContinuousBatcher(Batcher):
             self.progress.rest()  # the thread only waits for a forward
         completed = [(step, self._complete(step, forward.result)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
-            poll()  # so that the next step takes new requests, and none whose stream was closed
+            poll()  # so that the next step includes new requests, and none whose stream was closed
             self._launch()
         for step, tokens_before in completed:
             self._write(step, tokens_before, deliver)
@@ -211,7 +211,7 @@ class ContinuousBatcher(Batcher):
             self._busy |= step.sequences
             self.progress.launched(step, plan, max(1, plan.prompt_tokens))
             if plan.prompt_tokens:
-                self._gauge()  # before a long step: an admitted request no longer waits
+                self._gauge()  # before a long step, because an admitted request no longer waits
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
             if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
                 self.progress.completed(step)

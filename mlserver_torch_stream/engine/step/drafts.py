@@ -90,7 +90,7 @@ class NgramIndex:
 
 _DECAY = 0.8  # the factor for a sequence's counts at each verification of its drafts
 _DECAY_OF_ALL = 0.98  # the factor for the counts of all sequences together, at the same moment
-_DECAY_WITHOUT_DRAFT = 0.98  # the same at each step in which none of the sequence's drafts is worth its time
+_DECAY_WITHOUT_DRAFT = 0.98  # the factor at each step in which none of the sequence's drafts is worthwhile
 # The factor for the rejections of all sequences at each step without a worthwhile draft, so that drafts are tried
 # again.
 _DECAY_OF_REJECTIONS = 0.998

@@ -111,8 +111,8 @@ class _Reader:
 
 logger = logging.getLogger(__name__)
 
-_PULSE_SECONDS = 5.0  # between two signs of life; a quarter of the time without an answer that means a lost rank
-_FATE_SECONDS = 1.0  # time in which a process that has closed its connections is seen to end
+_PULSE_SECONDS = 5.0  # between two signs of life; after four times as long without an answer a rank is lost
+_FATE_SECONDS = 1.0  # time to wait for the end of a process that has closed its connections
 _END_SECONDS = 5.0  # time for the other ranks to end by themselves
 PATIENCE = 5.0  # seconds in which a step notices that the other ranks do not answer
 

@@ -20,8 +20,8 @@ from mlserver_torch_stream.errors import LoadFailed
 _SERVING_TIMEOUT = timedelta(seconds=20)
 # Ranks load at different speeds: their disks and networks differ.
 _LOADING_TIMEOUT = timedelta(hours=2)
-# Time for the ranks to find out whether a forward that raised on one rank has raised on all: they leave it almost
-# together.
+# Time for the ranks to find out whether a forward that raised on one rank has raised on all: they all leave it at
+# almost the same time.
 _RAISING_TIMEOUT = timedelta(seconds=3)
 # Bytes of a broadcast, enough for most steps (32 sequences of 1,500 tokens in pages of 16): a second broadcast costs as
 # much as the first.

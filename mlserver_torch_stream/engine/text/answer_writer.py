@@ -14,7 +14,7 @@ from typing import Protocol
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat, Part, Reasoning, short
 from mlserver_torch_stream.types import MAX_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
 
-# Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
+# Long text that was held back is split over several events; the first also has room for a token and its logprobs.
 _MAX_TEXT = MAX_PER_EVENT // 2
 
 

@@ -35,7 +35,7 @@ from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, ReasoningMarks
 
-# JSON as models write it: free whitespace would let a model write whitespace without end.
+# JSON as models write it: if whitespace were free, a model could write whitespace without end.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ANY: Mapping[str, Any] = {"type": "object"}
 _NO_GBNF = "\\u003a:="  # llguidance would take a text with "::=" for a grammar of llama.cpp

@@ -161,7 +161,8 @@ class _Process:
 
 
 def _line(message: list[Any]) -> bytes:
-    # Conversations may have megabytes, and all streams wait while one is written: json takes several times as long.
+    # Conversations may have megabytes, and all streams wait while one is encoded, for which json takes several times as
+    # long.
     return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
 
 

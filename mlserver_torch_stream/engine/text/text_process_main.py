@@ -38,7 +38,8 @@ def main(max_bytes: int, max_seconds: float) -> None:
                 signal.setitimer(signal.ITIMER_REAL, max_seconds + 1)  # the parent may have ended meanwhile
                 reply = _run(jobs[name], arguments)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            # UTF-8: the server takes several times as long to read escapes. It refuses lone surrogates.
+            # In UTF-8, because the server takes several times as long to read escapes. Lone surrogates are refused
+            # there.
             replies.write(json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
             replies.flush()
 

@@ -269,7 +269,7 @@ def _reason(error: BaseException) -> str:
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PENDING_CHARS = 3  # an unfinished character decodes to at most this many replacement characters
-_CONTEXT = 4  # tokens kept before new ones: their text fixes the space in front of the next
+_CONTEXT = 4  # tokens kept before new ones: their text determines the space before the next token
 _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
