@@ -53,8 +53,8 @@ class GatheredAttention(PagedAttention):
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
     """Returns the sequences with one new token, grouped by the number of keys they see, and then the other sequences.
 
-    A gather is as wide as its longest row. Lengths in a group differ by less than a factor of two, so that less than
-    half of a gather is padding.
+    A gather is as wide as its longest row. With lengths between two powers of two, less than half of a gather is
+    padding.
     """
     key = ("parts", options.window, options.chunk)
     if key not in batch.memo:

@@ -102,7 +102,7 @@ class KernelPages(Structure):
 class KernelStep(Structure):
     """The new tokens of several sequences, their block tables, and where the logits [wanted, vocab] are written.
 
-    The call sets ``argmax`` [wanted] to the id of each row's largest logit, or to a negative number if it is not
+    The call sets ``argmax`` [wanted] to the id of each row's largest logit, or to a negative number if the row is not
     finite.
     """
 

@@ -44,7 +44,7 @@ class StepResult:
     ``rows`` maps each computed part to the first of its rows in the logits; ``failures`` maps each failed part to its
     error. ``tokens_before`` maps each sequence with new tokens to the number it had before the step. ``verified`` maps
     each part with drafts to the number of its tokens that count: all but the rejected drafts. ``spoiled`` sequences
-    have NaN in their logits, and perhaps in their pages; they received no token, and have not ended.
+    have NaN in a row of logits, and perhaps in their pages: they get no token from that row, and have not ended.
     """
 
     rows: dict[StepPart, int]

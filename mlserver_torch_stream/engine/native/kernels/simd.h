@@ -202,7 +202,7 @@ template <class V> V log(V x) {
     return r + (p * r * square - 0.5f * square - 2.12194440e-4f * e) + 0.693359375f * e;
 }
 
-// Returns a0 b0 a1 b1 … from the lower eight lanes; the next function does so from the upper eight.
+// Returns a0 b0 a1 b1 … from the lower eight lanes; `high_halves` does so from the upper eight.
 template <class V> V low_halves(V a, V b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
