@@ -1,6 +1,6 @@
 """Defines the interface of an engine: submit requests, read one stream of their events, close the stream.
 
-Imports no torch, so that the rooms outside the engine can import it.
+This module does not import torch, so code outside the engine can import it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ DEFAULT_PRIORITY = 100
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One prompt and its ``sampling.n`` sequences, whose events carry ``first_index`` … ``first_index + n - 1``.
+    """One prompt and its ``sampling.n`` sequences, which have indices from ``first_index`` on.
 
-    The engine keeps the object itself, so submit it only once. An ``open`` request waits for the rest of its prompt;
-    ``TokenStream.seal`` sets the whole prompt, and then the request is queued. The scheduler admits requests with a
-    lower ``priority`` first. Waiting requests of one ``client`` share its place in the queue. ``timeout_s`` seconds
-    after the submit, the sequences end with the tokens that they have. Each answer must match the ``constraint``; the
-    prompt need not. ``answer`` says how the answer is divided; None means that all of it is text. ``prompt_text`` is
-    put before each answer. ``adapter`` names the LoRA adapter that the tokens are generated with.
+    The engine keeps the object and changes it, so submit it only once. The prompt of an ``open`` request is not
+    complete yet; ``TokenStream.seal`` sets the whole prompt and queues the request. The scheduler admits requests with
+    a lower ``priority`` number first. The more waiting requests a ``client`` has, the later its next request is
+    admitted. If the sequences have not ended ``timeout_s`` seconds after the submit, they end with the tokens generated
+    so far. Each answer matches the ``constraint``, which does not apply to the prompt. ``answer`` says how an answer is
+    divided into text, reasoning and tool calls; None means that all of it is text. The text of each answer begins with
+    ``prompt_text``. ``adapter`` names the LoRA adapter to generate with.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,7 +45,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """Counts from the start of an engine on."""
+    """Counts events since the engine started."""
 
     decode_steps: int = 0
     mixed_steps: int = 0  # steps in which sequences decoded beside chunks of prompts
@@ -52,9 +53,9 @@ class EngineCounters:
     prefill_tokens: int = 0
     prefix_cache_hit_tokens: int = 0  # prompt tokens found in the prefix cache instead of prefilled
     generation_tokens: int = 0
-    num_preemptions: int = 0  # how often a sequence gave its pages to an older one, to be computed again
+    num_preemptions: int = 0  # how often a sequence lost its pages to an older one, and had to be computed again
     draft_tokens: int = 0  # drafted by prompt lookup
-    accepted_draft_tokens: int = 0  # drafts that equal the tokens that were then sampled
+    accepted_draft_tokens: int = 0  # drafts that were equal to the sampled tokens
     forced_tokens: int = 0  # tokens that a constraint forced, computed together with the token before them
     cancelled_sequences: int = 0  # sequences whose stream was closed
     timed_out_sequences: int = 0
@@ -72,13 +73,13 @@ class EngineStats(EngineCounters):
     waiting_requests: int = 0  # requests in the queue
     waiting_tokens: int = 0  # tokens in the prompts of waiting requests
     prefilling_requests: int = 0
-    open_prompts: int = 0  # prompts that are not whole yet: they hold no slot and no memory of the cache
+    open_prompts: int = 0  # prompts that are not whole yet; they take no slot and no memory of the cache
     kv_cache_bytes: int = 0  # the size of the pages of running and prefilling sequences
     kv_cache_budget: int = 0
     prefix_cache_bytes: int = 0  # the size of the pages that only the prefix cache holds
 
     def counting_on(self, before: EngineStats) -> EngineStats:
-        """Adds the counters of ``before``, which come from the batcher that this one has replaced."""
+        """Returns these stats plus the counters of ``before``, the last stats of the batcher that was replaced."""
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
 
 
@@ -89,13 +90,14 @@ class StreamObserver(Protocol):
         """Called for every event that the reader takes, so it must be cheap."""
 
     def closed(self) -> None:
-        """Called when the reader has closed the stream, whose further events are not read."""
+        """Called when the reader has closed the stream; no further events are read."""
 
 
 class TokenStream(Protocol):
     """Yields the events of one submit, in order within each sequence, and ends after the last event of all sequences.
 
-    The engine never waits for a reader. A slow reader gets fewer, larger events, of at most ``MAX_PER_EVENT``.
+    The engine never waits for a reader. A slow reader gets fewer and larger events, each of at most ``MAX_PER_EVENT``
+    characters.
     """
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
@@ -106,18 +108,18 @@ class TokenStream(Protocol):
         """Calls ``observer`` for each event from now on."""
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Announces further ids of the open request, which is the only one of its stream.
+        """Announces further prompt ids of the stream's only request, which is open.
 
-        Raises InvalidInput once no prompt with this beginning can run.
+        Raises InvalidInput once no prompt that begins with the announced ids could run.
         """
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
-        """Gives an open request its whole prompt, which need not begin with the announced ids, and queues it."""
+        """Sets an open request's whole prompt and queues the request. The prompt may differ from the announced ids."""
 
     def close(self) -> None:
         """Cancels the sequences that still run.
 
-        Does not await, and may be called more than once and from any task: call it in a ``finally``.
+        The call does not block and may be repeated from any task, so make it in a ``finally``.
         """
 
 
@@ -129,7 +131,7 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
         """Queues requests whose events share one stream.
 
-        Raises InvalidInput (a prompt can never fit the context or the cache), QueueFull or NotServing.
+        Raises QueueFull or NotServing, or InvalidInput if a prompt can never fit the context or the cache.
         """
 
     def stats(self) -> EngineStats:
@@ -137,7 +139,7 @@ class Engine(Protocol):
 
     @property
     def load(self) -> int:
-        """The number of requests that wait or are prefilled, and of sequences that decode."""
+        """The number of waiting requests, plus prefilling requests, plus decoding sequences."""
 
     @property
     def alive(self) -> bool:
@@ -147,18 +149,18 @@ class Engine(Protocol):
     def trouble(self) -> str | None:
         """Why new requests should go to another engine; None if this one is fine.
 
-        The engine is dead, its step does not return, or it waits for a device that an engine in such a step holds.
+        The reason is that the engine is dead, its step does not return, or another engine's step holds the device.
         """
 
     @property
     def overdue(self) -> str | None:
-        """Describes the engine's own step that does not return in time; None if there is no such step."""
+        """Describes this engine's step if it has not returned in time; None otherwise."""
 
     def drain(self, why: str) -> None:
         """Makes ``submit`` raise NotServing with the reason ``why`` from now on. Submitted requests go on."""
 
     def abort_all(self, why: str) -> None:
-        """Ends every stream with the finish reason ``abort``, the text that it has, and the reason ``why``."""
+        """Ends every stream with the text so far, the finish reason ``abort`` and an error that says ``why``."""
 
     def shutdown(self) -> None:
         """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""
@@ -174,11 +176,11 @@ class AdapterSet(Protocol):
     async def load(self, name: str, path: str) -> None:
         """Loads an adapter from ``path``, a folder or a hub id.
 
-        Raises InvalidInput if it fails or the name is taken.
+        Raises InvalidInput if the adapter cannot be loaded or the name is taken.
         """
 
     async def unload(self, name: str) -> None:
-        """Refuses further requests for an adapter, and returns when its streams have ended and its memory is free.
+        """Refuses further requests for an adapter, waits until its streams have ended, and frees its memory.
 
         Raises UnknownModel.
         """

@@ -36,18 +36,18 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
 
-# Prompts that a model takes in forwards of their own: a forward of few tokens takes about as long as one of 64
+# For models that compute each prompt in its own forward: one of few tokens takes about as long as one of 64
 # (benchmarks/LOG.md).
 _ROWS_FLOOR = 64
-# On a CPU a packed step of 128 prompt tokens takes a quarter of the time of 512, and hardly more for each token. So
-# beside sequences that decode, which wait for the end of the step, prompts get a quarter of it.
+# On a CPU a packed step of 128 prompt tokens takes a quarter of the time of 512, and hardly more for each token. So in
+# a step with decoding sequences, which wait for its end, prompts get a quarter of 512 tokens.
 _BESIDE = 4
 _SPECULATIVE = "parameters.extra.speculative"
 
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes further ones.
+    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes its replacements.
 
     ``description`` is for the load summary.
     """
@@ -152,12 +152,10 @@ def _batch_serially(
 def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
-    """Returns the scheduler's bounds. ``chunk`` is the most prompt tokens in a step; None means that prompts are taken
-    whole.
-    """
+    """Returns the scheduler's bounds. ``chunk`` is the most prompt tokens in a step; None means whole prompts."""
     findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
     packs = prepared.choice is not None and prepared.choice.forward.packs
-    # A cached prefix is of no use to a model that takes whole prompts or keeps states.
+    # A cached prefix is of no use to a model that computes prompts whole or keeps states.
     keeps_prefixes = findings.chunked and not spec.state_bytes
     return SchedulerLimits(
         size.state_slots if spec.state_bytes else settings.max_num_seqs,

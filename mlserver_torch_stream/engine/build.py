@@ -1,4 +1,4 @@
-"""Builds a running engine from settings, and shares it: loads the model, and starts the engine over its batcher.
+"""Builds a running engine from settings, which several users can share: loads the model and starts its engine.
 
 The functions block for as long as loading takes: call them in a thread.
 """
@@ -31,18 +31,18 @@ class BuiltEngine:
         self.resources = resources
 
     def give_back(self) -> bool:
-        """Returns True if this was the engine's last user: the caller then shuts the engine down."""
+        """Ends this user's share. Returns True for the engine's last user, who then has to shut the engine down."""
         return self.lease.end()
 
     def shutdown(self) -> None:
-        """Stops the engine and gives its memory back. Blocks."""
+        """Stops the engine and frees its memory. Blocks."""
         self.lease.value.stop(self.resources)
 
 
 def build_engine(
     resolved: ResolvedSettings, owner: str = "", on_death: OnDeath | None = None, resources: ProcessResources = PROCESS
 ) -> BuiltEngine:
-    """Loads what the settings name and starts its engine. Raises LoadFailed with one line that says why.
+    """Loads the model that the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
     A cancelled load raises WorkCancelled after it has freed its memory.
 
@@ -66,7 +66,7 @@ def _load(
             raise
         raise LoadFailed(f"cannot load {resolved.source.name}: its tokenizer is damaged: {error}") from error
     if running is None:
-        reclaim_memory()  # the error is gone, and so are the frames that held a part of the model
+        reclaim_memory()  # here the error is freed, with the frames that held a part of the model
         raise WorkCancelled
     try:
         gc.collect()  # frees objects in reference cycles that the load left
@@ -78,7 +78,7 @@ def _load(
 
 
 def _runner(resolved: ResolvedSettings) -> Callable[..., RunningEngine]:
-    """Imports what runs the model: torch for this package's own engine, and not for vLLM."""
+    """Imports and returns the function that runs the model. For vLLM, torch is not imported."""
     if resolved.settings.vllm is not None:
         from mlserver_torch_stream.engine.vllm.vllm_engine import run_vllm
 
@@ -89,7 +89,7 @@ def _runner(resolved: ResolvedSettings) -> Callable[..., RunningEngine]:
 
 
 def reclaim_memory() -> None:
-    """Frees the memory that ended loads and engines leave: modules in reference cycles, free heap and CUDA blocks."""
+    """Frees what ended loads and engines leave behind: modules in reference cycles, free heap and CUDA blocks."""
     gc.collect()
     if "torch" in sys.modules:  # it is not where vLLM runs all models
         _reclaim_cuda_memory()

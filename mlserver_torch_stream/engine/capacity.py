@@ -1,13 +1,13 @@
-"""Plans a model on a device: its size from config and files, the streams that fit, and their speed.
+"""Plans a model on a device: how large it is, according to its config and files, how many streams fit, and their speed.
 
-The memory is the memory that the engine allocates. The speeds are upper bounds that no engine reaches.
+Memory sizes are what the engine allocates. Speeds are upper bounds that no engine reaches.
 
 Speeds are without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80 of an
 H100, 24.15 for the 24 of L4 and A10).
 
-Checked on 2026-11-22. For these devices the numbers do not come from the vendor's own page, or need a remark:
+Checked on 2026-11-22. These devices' numbers do not come from the vendor's own page, or need a remark:
 
-- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G of a cloud is another chip.
+- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G in clouds is a different chip.
 - H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
   hpctech.co.jp has it and in the product brief PB-11133.
 - RTX 4090: 165.2 with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
@@ -51,7 +51,7 @@ from mlserver_torch_stream.model_source import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """The numbers of one device. ``source`` is the vendor's document that has them."""
+    """The memory and speeds of one device. ``source`` is the vendor's document that states them."""
 
     name: str
     memory: int  # bytes
@@ -79,7 +79,7 @@ KNOWN = {
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Returns a device by its name. Raises SettingsError, which names the known devices."""
+    """Returns a device by its name. Raises SettingsError, which lists the known devices."""
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:
         hint = did_you_mean_or_known(name.lower(), KNOWN, str)
@@ -95,7 +95,7 @@ _MAX_RANKS = 64
 class ModelSize:
     """The size of a model.
 
-    ``experts`` of its ``parameters`` belong to experts; a token uses the part ``expert_share``.
+    ``experts`` of the ``parameters`` belong to experts, of which a token uses the share ``expert_share``.
     """
 
     kind: str
@@ -117,23 +117,23 @@ class ModelSize:
     def read_per_step(self, sequences: int) -> float:
         """Returns the bytes of weights that a decode step reads.
 
-        Each sequence is assumed to use random experts, so a step of more sequences reads more experts.
+        Each sequence is assumed to use random experts, so a step with more sequences reads more experts.
         """
         used = 1 - (1 - self.expert_share) ** sequences if self.experts else 0.0
         return (self.parameters - self.unread - self.experts * (1 - used)) * self.element
 
     @property
     def active(self) -> float:
-        """The parameters that one token is multiplied with."""
+        """The number of parameters that are used to compute one token."""
         return self.parameters - self.unread - self.experts * (1 - self.expert_share)
 
 
 def read_size(
     source: ModelSource, dtype: str = "auto", revision: str | None = None, device_type: str = "cpu"
 ) -> ModelSize:
-    """Reads a model's size from its config and files. ``device_type`` decides how many tokens a page holds.
+    """Reads a model's size from its config and files. The page size depends on ``device_type``.
 
-    Raises LoadFailed if the config cannot be read, or if the model's code needs more than shapes.
+    Raises LoadFailed if the config cannot be read, or if the model's code needs the values of tensors.
     """
     location, gguf_file = source.location, None
     if source.kind in ("gguf", "embedded"):
@@ -172,7 +172,7 @@ def read_size(
 
 
 def _spec(model: PreTrainedModel, page_size: int) -> CacheSpec:
-    """Returns the cache's spec, from a forward of three tokens without values in the first way that the model takes."""
+    """Returns the cache's spec, from a forward of three tokens on the meta device in the first form that works."""
     problem: Exception | None = None
     try:
         layout = CacheLayout(model.config)
@@ -219,7 +219,7 @@ def _ranks(config: Any) -> tuple[int, ...]:
 
 
 def _first_count(config: Any, *keys: str) -> int:
-    """Returns the first of these fields that is a number above 0; 0 if none is."""
+    """Returns the value of the first of these fields that is a number above 0; 0 if there is none."""
     values = (getattr(config, key, 0) for key in keys)
     return next((value for value in values if isinstance(value, int) and value), 0)
 
@@ -230,7 +230,7 @@ _CHUNK = EngineSettings.model_fields["chunked_prefill_size"].default  # new toke
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """One model over ``ranks`` devices. Speeds are in tokens per second; None if the device's speed is not known."""
+    """A model on ``ranks`` devices. Speeds are in tokens per second; None if the device's speed is not known."""
 
     ranks: int
     weights: int  # bytes on each device
@@ -248,7 +248,7 @@ class CapacityPlan:
 def plan_model(
     size: ModelSize, device: DeviceSpec, context: int, most_devices: int, *, on_host: bool
 ) -> list[CapacityPlan]:
-    """Returns a plan for each number of ranks up to ``most_devices`` that can share the model.
+    """Returns a plan for each number of ranks, up to ``most_devices``, over which the model can be split.
 
     ``on_host`` means that the device is this machine's CPU. Several ranks would share its memory, so only one rank is
     planned.
@@ -261,8 +261,8 @@ def plan_model(
 def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cache_share: float) -> CapacityPlan:
     """Plans a model on ``ranks`` devices.
 
-    ``context`` is the number of tokens of each stream; ``cache_share`` is the cache's share of the memory that the
-    weights leave.
+    ``context`` is the number of tokens of each stream; ``cache_share`` is the cache's share of the memory that is left
+    after the weights.
     """
     weights = size.weight_bytes // ranks
     cache = max(0, int((device.memory - weights) * cache_share))
@@ -279,7 +279,7 @@ def make_plan(size: ModelSize, device: DeviceSpec, ranks: int, context: int, cac
 
 
 def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
-    """Returns how many sequences of this length fit into the cache at a time."""
+    """Returns how many sequences of ``context`` tokens fit into the cache at the same time."""
 
     def holds(count: int) -> bool:
         rooms = [(size.spec, cache * ranks)]
@@ -290,7 +290,7 @@ def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
 
 
 def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, sequences: int) -> float:
-    """Returns tokens per second: a step reads all weights and caches, and multiplies each token with the weights."""
+    """Returns tokens per second, limited by reading all weights and caches in each step, and by the multiplications."""
     seconds = (size.read_per_step(sequences) + sequences * size.spec.live_bytes(context)) / (ranks * device.bandwidth)
     if device.flops is not None:
         seconds = max(seconds, sequences * 2 * size.active / (ranks * device.flops))

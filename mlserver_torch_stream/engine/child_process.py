@@ -1,7 +1,7 @@
-"""Runs a function of a load in a process of its own, whose imports and memory end with it.
+"""Runs a function during a load in a process of its own, whose imports and memory are freed when it ends.
 
 transformers' modeling code takes 105 MB. A server that computes with our own kernels needs it only to convert a GGUF
-file, and to check a load that no earlier start has checked.
+file, and to check a load that was not checked by an earlier start.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def in_process(function: Callable[..., T], *args: object) -> T:
-    """Calls ``function(*args)`` in another process. Returns its result, or raises its error. Blocks.
+    """Calls ``function(*args)`` in another process. Returns the function's result, or raises its error. Blocks.
 
-    The function, its arguments and its result must be picklable. The package's log lines of that process are logged
-    here. An error other than LoadFailed has its traceback in that process as its cause. Raises LoadFailed if the
-    process cannot be started or ends early, for example because it is killed. A load that is cancelled kills the
-    process.
+    The function, its arguments and its result must be picklable. What the package logs in the other process is logged
+    in this one. An error other than LoadFailed has its traceback in the other process as its cause. Raises LoadFailed
+    if the process cannot be started or ends early, for example because it is killed. If the load is cancelled, the
+    process is killed.
     """
     process = _start()
     with cancellation().interrupted_by(process.kill), process:
@@ -58,7 +58,7 @@ class RemoteTraceback(Exception):
 def _start() -> subprocess.Popen[bytes]:
     """Starts Python with this process's ``sys.path``.
 
-    Its messages have a pipe of their own, which is ``stdout`` of the returned object.
+    The process sends its messages over a separate pipe, which is ``stdout`` of the returned object.
     """
     if not sys.executable:
         raise LoadFailed("cannot start a process that loads the model: sys.executable names no interpreter")
@@ -113,9 +113,9 @@ def how_it_ended(status: int) -> str:
 def die_with(parent: int) -> None:
     """Ends this process when ``parent`` ends, for whatever reason.
 
-    On Linux the kernel kills it, even if it hangs. The kernel does nothing if the parent has ended before this call,
-    and other systems have no such signal. So a thread also reads stdin, a pipe that the parent holds open and never
-    writes to.
+    On Linux the kernel kills this process, even if it hangs, unless the parent had ended before this call. Other
+    systems have no such signal. So a thread also reads stdin, which is a pipe that closes when the parent ends and to
+    which nothing is written.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The process that ``child_process`` starts: it calls one function.
 
-It reads the function and its arguments, a pickle, from stdin. It sends log lines and the result
-to its parent, as pickles on a pipe. It ends when its parent ends.
+The process reads the function and its arguments as a pickle from stdin, and sends log lines and the result to its
+parent as pickles on a pipe. It ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParentChannel(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the process. ``argv`` is the pipe to the parent, the parent's process id, and the level of its log."""
+    """Runs the process. ``argv`` has the pipe to the parent, the parent's process id, and the parent's log level."""
     pipe, parent, level = argv
     # The parent gets these signals too, and this process ends with it.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     logging.basicConfig(handlers=[channel], format="%(message)s")
     logging.getLogger(PACKAGE).setLevel(int(level))
     try:
-        gc.disable()  # walking the half a million objects that the import makes takes most of a second
+        gc.disable()  # a collection of the half a million objects that the import makes takes most of a second
         try:
             function, args = pickle.load(sys.stdin.buffer)
         except EOFError:  # the parent has ended
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _as_it_arrives(error: Exception) -> Exception:
-    """Returns an error that can be pickled."""
+    """Returns the error, or one with the same text if it cannot be pickled."""
     try:
         arrives: Exception = pickle.loads(pickle.dumps(error))
     except Exception:

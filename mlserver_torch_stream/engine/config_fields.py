@@ -1,4 +1,4 @@
-"""Reads a model's config: declared fields, rope, named lengths, and how far its positions reach."""
+"""Reads a model's config: the declared fields, rope parameters, lengths, and the maximum position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
 
 
 def read_config(name: str, location: str, gguf_file: Path | None = None, **options: Any) -> Any:
-    """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, which calls the model ``name``."""
+    """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, in which ``name`` names the model."""
     if gguf_file is None and not os.path.isdir(location):
         check_hub(location, options.get("revision"))
     try:
@@ -41,8 +41,8 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 def check_hub(hub_id: str, revision: str | None) -> None:
     """Raises LoadFailed if the hub cannot be reached and the model is not in its cache.
 
-    huggingface_hub would try for half a minute, for each of several files. Behind a proxy only huggingface_hub can find
-    out.
+    huggingface_hub would try for half a minute for each of several files. Behind a proxy only huggingface_hub itself
+    can check.
     """
     from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # here: its httpx takes memory
     from huggingface_hub.errors import HFValidationError
@@ -64,14 +64,14 @@ def check_hub(hub_id: str, revision: str | None) -> None:
 
 
 def plain_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns these fields as a plain config: the class of a model family would import transformers' modeling code."""
+    """Returns these fields as a plain config: a model family's own class would import transformers' modeling code."""
     config = PreTrainedConfig()
     vars(config).update(values)
     return config
 
 
 def declared_fields(config_class: type) -> list[str]:
-    """Returns the fields of a dataclass, as transformers' own configs are, or the arguments of an ``__init__``."""
+    """Returns the fields of a dataclass, which transformers' own configs are, or else the arguments of ``__init__``."""
     names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []
     for each in config_class.__mro__:
         if "__init__" in vars(each) and issubclass(each, PreTrainedConfig):
@@ -85,7 +85,7 @@ def declared_fields(config_class: type) -> list[str]:
 
 
 def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
-    """Returns the keys of all ropes; the kinds of layers can have ropes of their own."""
+    """Yields the items of the rope parameters: of one rope, or of one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(config, name, None)
         if isinstance(rope, Mapping):
@@ -93,7 +93,7 @@ def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_lengths(config: Any) -> set[int]:
-    """Returns the lengths, in tokens, that the config of a decoder names, for any of its layers."""
+    """Returns the lengths, in tokens, that occur in a decoder's config, for any of its layers."""
     names = declared_fields(type(config))
     values = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
     return {length for name, value in (*values, *rope_keys(config)) for length in _lengths(name, value)}
@@ -102,7 +102,7 @@ def named_lengths(config: Any) -> set[int]:
 def layer_configs(config: Any) -> Sequence[Any]:
     """Returns the config of each layer if layers differ, as in Gemma 4, and the model's config otherwise.
 
-    If layers differ, the model's config has no value for some fields, and transformers raises an error.
+    If layers differ, some fields have no value in the model's config, and reading them raises an error.
     """
     layers: Sequence[Any] = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return layers
@@ -149,17 +149,17 @@ def comparable_context(model: Any) -> int:
 
 
 def _own_limit(config: Any) -> int | None:
-    """Returns a model's own limit; None if there is none, which XLNet's config expresses by a length of -1."""
+    """Returns the model's own maximum length; None if there is none. XLNet's config has -1 for no maximum."""
     config = config.get_text_config(decoder=True)
     lengths = (getattr(config, key, None) for key in _LIMITS)
     return next((limit for limit in lengths if isinstance(limit, int) and limit > 0), None)
 
 
 def steady_positions(model: Any) -> int | None:
-    """Returns the length up to which a position's embedding depends on the position alone; None if it always does.
+    """Returns the length up to which a position's embedding depends only on the position; None if it always does.
 
-    Beyond it transformers scales the positions of all rows of a call by the longest one ("longrope"), but not those of
-    the tokens that are in the cache already: in a batch, and with chunked prefill, that gives wrong tokens.
+    Beyond that length transformers scales the positions ("longrope") of all rows of a call according to the longest
+    row, but not those of tokens that are already in the cache. So batches and chunked prefill would give wrong tokens.
     """
     return _first_length([rope for rope in _long_ropes(model.config) if rope["short_factor"] != rope["long_factor"]])
 
@@ -167,10 +167,10 @@ def steady_positions(model: Any) -> int | None:
 def settle_positions(config: Any, setting: int | None) -> bool:
     """Gives a "longrope" model the same factors for sequences of all lengths.
 
-    Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If it is beyond the first
-    length of a rope, its long factors apply, as in vLLM and llama.cpp: sequences beyond that length have the logits of
-    transformers, and shorter sequences have different ones. If it is not, or None, its short factors hold, and
-    ``max_model_len`` ends the context at that length.
+    Returns whether the config has such ropes. ``setting`` is the setting ``max_model_len``. If the setting exceeds a
+    rope's original length, the rope's long factors apply, as in vLLM and llama.cpp: sequences beyond that length have
+    the same logits as in transformers, and shorter sequences have different logits. Without such a setting the short
+    factors apply, and ``max_model_len`` limits the context to the original length.
     """
     longest = min(setting or 0, _own_limit(config) or UNLIMITED_CONTEXT)
     ropes = _long_ropes(config)
@@ -184,12 +184,12 @@ _FIRST_LENGTH = "original_max_position_embeddings"
 
 
 def _first_length(long_ropes: Sequence[Mapping[str, Any]]) -> int | None:
-    """Returns the length beyond which the long factors of the first of these ropes hold; None without ropes."""
+    """Returns the smallest length beyond which one of these ropes uses its long factors; None without ropes."""
     return min([rope[_FIRST_LENGTH] for rope in long_ropes], default=None)
 
 
 def _long_ropes(config: Any) -> list[dict[str, Any]]:
-    """Returns the parameters of the ropes that may have other factors for long sequences than for short ones."""
+    """Returns the parameters of the ropes that may have different factors for long and for short sequences."""
     rope: dict[str, Any] = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # for all layers, or by their type
     return [kind for kind in kinds if kind.get("rope_type") == "longrope"]

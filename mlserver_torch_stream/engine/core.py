@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 class EngineCore:
     """An ``Engine`` (see ``engine.api``) over any batcher.
 
-    ``rebuild`` makes a new batcher when the engine's thread has died. Without ``rebuild``, or after too many deaths,
-    the engine stays dead and its thread calls ``on_death``. Events have ``stream_interval`` tokens at least, except the
-    first and the last of a sequence. ``context`` makes the context in which the thread steps the batcher. ``fair_lock``
-    is None for an engine that shares its device with no other. While a step does not return, the watchdog enforces the
-    deadlines, and in the end abandons the thread.
+    ``rebuild`` makes a new batcher after an error has ended the engine's thread. Without ``rebuild``, or after too many
+    such errors, the engine stays dead and its thread calls ``on_death``. Each event has at least ``stream_interval``
+    tokens, except the first and the last event of a sequence. ``context`` makes the context manager within which the
+    thread steps the batcher. ``fair_lock`` is None for an engine that shares its device with no other engine. While a
+    step does not return, the watchdog enforces the deadlines of requests; in the end it abandons the thread.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EngineCore:
 
     @property
     def overdue(self) -> str | None:
-        """Returns a description of this engine's step that has not returned in time; None if there is none."""
+        """Returns a description of this engine's step if it has not returned in time; None otherwise."""
         return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
@@ -134,7 +134,7 @@ class EngineCore:
             )
             for request in requests
         ]
-        # At once, because the watchdog must find it even if the engine's thread never accepts it.
+        # Stored at once, because the watchdog must find the stream even if the engine's thread never accepts it.
         self._open[mailbox] = accepted
         self._watchdog.watch(accepted)
         if opens:
@@ -145,14 +145,12 @@ class EngineCore:
         return mailbox
 
     def _queue(self, mailbox: Mailbox, requests: list[RequestState]) -> bool:
-        """Gives whole requests to the engine's thread. Returns False if the thread does not accept requests any
-        longer.
-        """
+        """Posts whole requests to the engine's thread. Returns False if the thread no longer accepts requests."""
         self._admission.submitted(requests)
         return self._inbox.post(lambda: self._accept(mailbox, requests))
 
     def _prompt_feeder(self, open_request: EngineRequest) -> Callable[[Mailbox, Sequence[int], bool], None]:
-        """Returns the function that takes the ids of an open request. The whole prompt is queued."""
+        """Returns the function that receives an open request's prompt ids, and queues the request once it is whole."""
         known = len(open_request.prompt_ids)
 
         def feed(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
@@ -196,7 +194,7 @@ class EngineCore:
             self._watchdog.expect(end)
 
     def fail(self, error: BaseException, patience: float = math.inf) -> None:
-        """Makes the engine's thread die of ``error`` before its next step. Any thread may call it.
+        """Makes the engine's thread end with ``error`` before its next step. Any thread may call it.
 
         If the current step does not return within ``patience`` seconds, the watchdog ends the streams.
         """
@@ -210,7 +208,8 @@ class EngineCore:
         self._thread.join()
         self._watchdog.stop()
         self._watchdog.join()
-        # This object and its watchdog refer to each other. The weights and the KV cache do not wait for a collection.
+        # This object and its watchdog refer to each other, but weights and KV cache must not wait for a garbage
+        # collection.
         self._batcher, self._replacement = DeadBatcher(self._batcher.stats), BatcherReplacement(None)
 
     def _wake(self) -> None:
@@ -266,9 +265,9 @@ class EngineCore:
         self._end(end.requests, end.reason, end.error)
 
     def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
-        """Ends requests, with the text that they have.
+        """Ends requests, which keep the text generated so far.
 
-        Sequences that had ended when the engine died get their last event here.
+        If the engine died before it could deliver the last event of an ended sequence, that event is delivered here.
         """
         sequences = [
             sequence for request in requests for sequence in request.sequences if not sequence.last_event_taken
@@ -286,9 +285,9 @@ class EngineCore:
             pass
 
     def _run_until_death(self) -> BaseException | None:
-        """Returns the error of which the thread died; None after a shutdown, or if the watchdog abandoned the thread.
+        """Returns the error that ended the loop; None after a shutdown, or if the watchdog has abandoned the thread.
 
-        The error has no traceback: the frames would hold the dead batcher and its cache.
+        The error has no traceback, because its frames would keep the dead batcher and its cache alive.
         """
         try:
             with self._context():
@@ -303,9 +302,10 @@ class EngineCore:
             return error
 
     def _revive(self, error: BaseException) -> bool:
-        """Ends every stream and goes on with a new batcher. Returns False if the engine stays dead.
+        """Ends every stream and continues with a new batcher. Returns False if the engine stays dead.
 
-        The new batcher takes memory only when the dead one has freed its own: a GPU has no room for two caches.
+        The new batcher allocates memory only after the dead batcher has freed its own, because a GPU has no room for
+        two caches.
         """
         again = self._replacement.permits(time.monotonic())
         dead, self._batcher = self._batcher, DeadBatcher(self._batcher.stats)
@@ -338,12 +338,12 @@ class EngineCore:
             self._report_death(error)
 
     def _end_of_death(self, error: BaseException, *, last: bool = False) -> None:
-        """Ends every stream with the error. ``last``: the inbox is closed, and nothing is taken in later."""
+        """Ends every stream with the error. With ``last`` the inbox is closed and takes in nothing later."""
         self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _mark_dead(self, error: BaseException) -> bool:
-        """Marks the engine dead. Returns True to the first caller, the engine's thread or its watchdog."""
+        """Marks the engine dead. Returns True only to the first caller: the engine's thread or the watchdog."""
         with self._death_lock:
             if self._dead is not None:
                 return False
@@ -370,7 +370,7 @@ class EngineCore:
         stopping = self._stopping  # read once: the inbox refuses what is posted after the last look
         self._inbox.take_in(last=stopping)
         if self._dead is not None:
-            # The readers have their last events already: this frees the slots.
+            # The readers already have their last events; this only frees the slots.
             self._end_all(FinishReason.ERROR, GenerationFailed("the engine died"))
             return True
         if (pending_death := self.pending_death) is not None and not stopping:
@@ -395,7 +395,7 @@ class EngineCore:
             return busy
 
     def _yield_device(self) -> None:
-        """Lets other engines use the device between two forwards of this engine's step."""
+        """Lets other engines use the device between two forward passes of this engine's step."""
         self._batcher.progress.rest()
         if self._fair_lock is not None:
             self._fair_lock.yield_turn()

@@ -1,4 +1,4 @@
-"""Handles devices with memory of their own: health, copies and placement."""
+"""Checks devices with their own memory, copies tensors to and from them, and finds where modules run."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from torch import nn
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
-    """Raises the device's own error if one is lost: after an illegal access CUDA returns that error from every call.
+    """Raises the device's error if a device is lost: after an illegal memory access every CUDA call returns that error.
 
-    Allocates nothing, as a full device is not lost.
+    The check allocates nothing, because a device without free memory is not lost.
     """
     for device in devices:
-        if device.type == "cuda":  # this stream, not the whole device: other models compute there
+        if device.type == "cuda":  # only this stream, because other models compute on the device
             torch.cuda.current_stream(device).synchronize()
         elif device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the free bytes of a GPU, without the blocks that torch's allocator keeps after the checks of a load."""
+    """Returns the free bytes of a GPU. First frees the blocks that torch's allocator kept from the checks at load."""
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def from_host(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns a tensor of these numbers, however nested. Does not wait for the device's queued work.
+    """Returns a tensor of these numbers, which may be nested. Does not wait for the device's queued work.
 
-    The copy goes through pinned memory, which torch reuses only after the copy.
+    The copy goes through pinned memory, which torch reuses only after the copy has completed.
     """
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a host tensor to a device, as ``from_host`` does; returns the tensor itself if it is there already."""
+    """Copies a host tensor to a device, as ``from_host`` does. Returns the tensor itself if it is already there."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
-    """Returns the numbers of tensors on one device, and waits for the device only once."""
+    """Returns the values of several tensors on one device as lists, and waits for the device only once."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     if tensors[0].device.type == "cuda":
         torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -52,7 +52,7 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
 
 
 def device_name(place: str | int | torch.device) -> str:
-    """Returns the name of a device map's value."""
+    """Returns the name of the device that a device map's value stands for."""
     return f"cuda:{place}" if isinstance(place, int) else str(place)
 
 
@@ -68,7 +68,7 @@ def execution_device(module: nn.Module) -> str | int | torch.device | None:
 
 
 def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
-    """Returns the name of the device that computes a module which a device map puts at ``place``.
+    """Returns the name of the device that computes a module that a device map puts at ``place``.
 
     Hooks move offloaded weights to a GPU, or to the CPU if there is none.
     """
@@ -77,7 +77,7 @@ def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
 
 
 def input_device(model: transformers.PreTrainedModel) -> torch.device:
-    """Returns the device of a model's token ids. For an offloaded embedding only its hook knows the device."""
+    """Returns the device on which a model expects token ids, which only a hook knows for an offloaded embedding."""
     return weight_device(model.get_input_embeddings(), torch.device("cpu"))
 
 
@@ -93,7 +93,7 @@ def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.de
 
 
 def device_types(model: transformers.PreTrainedModel) -> set[str]:
-    """Returns the types of the devices that hold a model's weights or take its token ids."""
+    """Returns the types of the devices that have a model's weights, and of the one that gets its token ids."""
     return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
 
 

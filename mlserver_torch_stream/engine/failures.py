@@ -1,6 +1,6 @@
-"""Describes an exception of a model or a device: to a client by its kind, in the log and at load by its text.
+"""Describes exceptions of a model or a device: clients get only the kind, the log and load errors get the text.
 
-The text can hold paths of source files, addresses of machines or a part of another prompt, so no client gets it.
+Clients do not get the text, because it can contain paths, addresses of machines or a part of another prompt.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from mlserver_torch_stream.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
 
-_TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # by name: a server whose models vLLM runs has no torch
+_TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # compared by name, because a server whose models vLLM runs has no torch
 
 
 class StepTimeout(RuntimeError):
-    """A step did not return in time. A thread cannot be stopped, so the process has to end."""
+    """Raised if a step did not return in time. A thread cannot be stopped, so the process has to end."""
 
 
 class VllmLost(RuntimeError):
-    """The process that generates the tokens has ended. The message is for clients."""
+    """Raised if the process that generates the tokens has ended. The message is for clients."""
 
 
 def in_short(error: BaseException) -> str:
@@ -51,7 +51,8 @@ def log_failure(what: str, error: Exception) -> GenerationFailed:
 def drop_tracebacks(error: BaseException) -> None:
     """Removes the tracebacks of an error and of the errors that led to it.
 
-    Their frames hold sequences, and a frame that also holds the error keeps them until a garbage collection.
+    The frames of a traceback refer to sequences. A frame that also refers to the error is part of a reference cycle,
+    which keeps the sequences until a garbage collection.
     """
     chain = [error]
     for each in chain:
@@ -64,7 +65,7 @@ class Unsuitable(Exception):
 
 
 class UnsupportedLayout(Unsuitable):
-    """The model is not a decoder of the Llama layout, which our own kernels run."""
+    """The model is not a decoder of the Llama layout, the only one that our own kernels run."""
 
 
 class NotPacked(Unsuitable):
@@ -72,5 +73,5 @@ class NotPacked(Unsuitable):
 
 
 def in_a_line(error: Exception) -> str:
-    """Returns why a check ended early. A model's code, a kernel or a compiler can raise any error."""
+    """Returns in one line why a check ended early. A model's code, a kernel or a compiler can raise any error."""
     return str(error) if isinstance(error, Unsuitable) else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,6 +1,6 @@
 """Injects faults for tests of a real server: a forward fails at a chosen call.
 
-Only an environment variable turns it on, and the load logs a warning then.
+Only an environment variable turns fault injection on, and then the load logs a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault at the ``call``-th forward (from 1) of a phase. ``slow`` also applies to every later forward."""
+    """A fault at the ``call``-th forward of a phase; the first is 1. ``slow`` also applies to every later forward."""
 
     phase: str
     call: int
@@ -48,10 +48,10 @@ def read_faults(environ: Mapping[str, str]) -> tuple[InjectedFault, ...]:
 
 
 class FaultyForward:
-    """A forward with faults. A batch with prompts and running sequences counts as a call of both phases.
+    """A forward with faults. A batch with prompts and decoding sequences counts as a call in both phases.
 
     ``raise`` raises an exception, ``oom`` torch's out-of-memory error, ``death`` ends the engine's thread. ``nan`` sets
-    the logits of the phase's first row. ``slow`` sleeps for seconds.
+    the logits of the phase's first row to NaN. ``slow`` sleeps for that many seconds.
     """
 
     def __init__(self, faults: Sequence[InjectedFault], forward: Forward) -> None:
@@ -82,5 +82,5 @@ class FaultyForward:
 
 
 def _phase(sequence: BatchSequence) -> str:
-    """Returns the phase. A sequence that decodes has one new token, and perhaps drafts whose logits are wanted too."""
+    """Returns the phase. A decoding sequence has one new token and perhaps drafts, whose logits are wanted too."""
     return "decode" if sequence.start > 0 and sequence.count == max(1, sequence.wanted) else "prefill"

@@ -1,6 +1,6 @@
-"""Makes keys that tell loaded weights apart, and checksums that tell files apart.
+"""Makes keys that distinguish loaded weights, and checksums that distinguish files.
 
-A file is identified by name, size and time, because hashing forty gigabytes takes a minute.
+In a key, a file is identified by its name, size and time, because hashing forty gigabytes takes a minute.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SHAPING = {
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
     """Returns a key that is equal for settings that can share one copy of the weights in memory.
 
-    The key includes the number of threads, for which our own kernels are prepared, unless the engine is serial. It
-    leaves out ``max_num_seqs``: each engine has a cache of its own.
+    Unless the engine is serial, the key includes the number of threads, because our own kernels are prepared for it.
+    The key does not include ``max_num_seqs``, because each engine has its own cache.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
@@ -41,20 +41,20 @@ def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
 
 
 def engine_key(resolved: ResolvedSettings, owner: str, weights: Hashable) -> Hashable:
-    """Returns a key that is equal for settings under which ``owner`` needs no new engine."""
+    """Returns a key that stays equal as long as ``owner`` needs no new engine."""
     tokenizer = resolved.settings.tokenizer
     return owner, weights, resolved.settings.model_dump_json(), _folder(tokenizer) if tokenizer else None
 
 
 def shaping_settings(resolved: ResolvedSettings) -> str:
-    """Returns the settings that shape the weights in memory and their forward, as JSON."""
+    """Returns, as JSON, the settings that determine how weights are stored in memory and how the forward runs."""
     return resolved.settings.model_dump_json(include=_SHAPING)
 
 
 def length_setting(resolved: ResolvedSettings, location: str) -> int | None:
     """Returns ``max_model_len`` if the positions of the model at ``location`` may depend on it, else None.
 
-    ``location`` is a folder, or a hub id; empty for a GGUF file that is not converted. Raises LoadFailed if the hub
+    ``location`` is a folder or a hub id, or empty for a GGUF file that is not converted. Raises LoadFailed if the hub
     cannot be reached.
     """
     setting = resolved.settings.max_model_len
@@ -101,7 +101,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _snapshot(hub_id: str, revision: str | None) -> str | None:
-    """Returns the folder of the commit that a load would use now, which is named after the commit.
+    """Returns the folder, named after the commit, of the snapshot that a load would use now.
 
     Raises LoadFailed if the hub cannot be reached.
     """
@@ -120,9 +120,9 @@ _SAMPLE_BYTES = 4096
 def checksum(path: Path) -> str:
     """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError.
 
-    The samples of a file of up to 1 MiB are all its bytes. Reading every byte of 40 GB takes a minute. Samples detect a
-    file that was cut or that ends in zeros after a power cut, and fine-tunes, which differ everywhere. They miss a
-    single wrong byte of a large file.
+    For a file of up to 1 MiB the samples cover all bytes. Reading every byte of 40 GB would take a minute. Samples
+    detect truncated files, files that end in zeros after a power cut, and fine-tuned weights, which differ everywhere.
+    Samples can miss a single wrong byte of a large file.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
@@ -134,7 +134,7 @@ def checksum(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Writes a file, or the names in a folder, to the disk, before a rename makes it valid."""
+    """Flushes a file, or a folder's list of names, to the disk, before a rename makes the new files valid."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

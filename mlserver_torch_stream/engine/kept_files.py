@@ -1,7 +1,7 @@
-"""Keeps small files in the cache folder. Files that are cut off, or that another user can write, are not read back.
+"""Keeps small files in the cache folder. Files that are truncated, or that another user can write, are not used.
 
-The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way: the
-server executes the kernels and trusts the records.
+The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way, because
+the server executes the kernels and trusts the records.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 
 
 def keep(made: Path, folder: Path, stem: str) -> Path | None:
-    """Moves a file, on the same file system, to the place where ``kept_files`` finds it. Returns the place.
+    """Moves a file within its file system to the place where ``kept_files`` finds it, and returns the new path.
 
-    Returns None, after one warning, if the folder cannot be written.
+    If the folder cannot be written, logs one warning and returns None.
     """
     target = folder / f"{stem}-{checksum(made)}{made.suffix}"
     try:
@@ -41,7 +41,7 @@ def keep(made: Path, folder: Path, stem: str) -> Path | None:
 def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
     """Yields the files of this pattern that can be trusted, and removes damaged ones.
 
-    A file that another user owns or can write is not used, and stays.
+    A file that another user owns or can write is not used, and not removed either.
     """
     for path in sorted(folder.glob(pattern)):
         try:

@@ -1,6 +1,6 @@
-"""Reads how many cores and how much memory this process may use, and gives memory back to the system.
+"""Reads how many cores and how much memory this process may use, and returns free memory to the system.
 
-Trimming the heap returns 80 of the 841 MiB of a process that has loaded SmolLM2 (measured on 2026-11-21).
+Trimming the heap returned 80 of the 841 MiB of a process that had loaded SmolLM2 (measured on 2026-11-21).
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Returns this process's cgroup and all above it, of v2 or else of the v1 controller; each can set a limit.
+    """Returns this process's cgroup, of v2 or else of the v1 controller, and all its ancestors; each can set a limit.
 
-    Inside a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount,
-    whose root is then the container's own group.
+    In a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount. In that
+    case the root of the mount is the container's own group.
     """
     mount = root / "sys/fs/cgroup"
     paths = {"": "/", controller: "/"}
@@ -150,7 +150,7 @@ def _number(path: Path) -> int | None:
 
 
 def trim_heap() -> None:
-    """Trims glibc's heap, in milliseconds, after a load or an unload. Has no effect with other C libraries."""
+    """Trims glibc's heap after a load or an unload; this takes milliseconds. Has no effect with other C libraries."""
     if sys.platform != "linux":
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -169,5 +169,5 @@ def ranks_here(size: int, environ: Mapping[str, str]) -> int:
 
 
 def thread_count(settings: EngineSettings, host: Host) -> int:
-    """Returns the number of threads of this process: the setting, or else its share of the container's cores."""
+    """Returns the number of threads for this process: the setting, or else its share of the container's cores."""
     return settings.threads or max(1, host.threads // ranks_here(settings.tensor_parallel_size, os.environ))

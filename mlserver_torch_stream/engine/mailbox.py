@@ -1,7 +1,7 @@
 """Carries events from an engine's thread to their readers on event loops, and actions to the engine's thread.
 
 A mailbox holds the events of one submit, merged as far as ``MAX_PER_EVENT`` allows. The engine never waits for a
-reader; the length of the sequences bounds what a mailbox holds for a slow one.
+reader; a slow reader's mailbox cannot grow beyond the length of its sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Delivered:
 
 
 class Mailbox:
-    """A ``TokenStream``. All its methods run on the loop's thread; the engine's thread reads only ``closed_at``."""
+    """A ``TokenStream``. All methods run on the loop's thread; the engine's thread only reads ``closed_at``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:
         """``on_close`` is called if the reader closes the mailbox before the end of all sequences."""
@@ -55,20 +55,20 @@ class Mailbox:
         self._on_extend: Callable[[Mailbox, Sequence[int], bool], None] | None = None
 
     def feed_prompt_to(self, extend: Callable[[Mailbox, Sequence[int], bool], None]) -> None:
-        """Sets the callback that gets the ids of an open request: ``extend(mailbox, prompt_ids, whole)``."""
+        """Sets the callback for the ids of an open request: ``extend(mailbox, prompt_ids, whole)``."""
         self._on_extend = extend
 
     def observe(self, observer: StreamObserver) -> None:
         self._observer = observer
 
     def delivered(self, index: int) -> Delivered:
-        """Returns what the reader has got of the sequence with this index."""
+        """Returns a summary of the sequence's events that the reader has received."""
         return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:
         """Adds an event.
 
-        Events after a sequence's last one are dropped: the watchdog may have ended the sequence first.
+        Events after a sequence's last event are dropped: the watchdog may have ended the sequence already.
         """
         delivered = self._delivered[event.index]
         if self.closed_at is not None or delivered.ended:
@@ -139,7 +139,7 @@ def call_on(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None
 class Inbox:
     """Holds actions for the engine's thread.
 
-    Any thread may call ``post`` and ``close``; only the engine's thread the rest.
+    Any thread may call ``post`` and ``close``; only the engine's thread may call the other methods.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Inbox:
         self._closed = False
 
     def post(self, action: Callable[[], None]) -> bool:
-        """Returns False if the inbox is closed: the action will not run."""
+        """Queues an action. Returns False if the inbox is closed, so that the action will not run."""
         with self._close_lock:
             if self._closed:
                 return False
@@ -156,7 +156,7 @@ class Inbox:
             return True
 
     def close(self) -> None:
-        """Refuses all later actions. Wakes the engine's thread if it waits."""
+        """Refuses all further actions. Wakes the engine's thread if it is waiting."""
         with self._close_lock:
             self._closed = True
             self._actions.put(lambda: None)

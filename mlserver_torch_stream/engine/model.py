@@ -1,6 +1,6 @@
-"""Loads a model and prepares it for an engine, on this process alone or on all ranks at once.
+"""Loads a model and prepares it for an engine, in this process alone or on all ranks at once.
 
-Blocks for as long as loading takes.
+The functions block for as long as loading takes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """What all steps of a load need. ``threads`` are the numbers of threads for torch and for our kernels."""
+    """What all steps of a load need. ``threads`` is the number of threads both for torch and for our kernels."""
 
     resolved: ResolvedSettings
     threads: int
@@ -80,14 +80,14 @@ class ModelLoad:
     def lock_on(self, device: torch.device) -> FairLock:
         """Returns the lock of the engines that share a device.
 
-        A GPU's lock is shared by the engines of one model only.
+        Only the engines of one model share the lock of a GPU.
         """
         return self.resources.cpu_lock if device.type == "cpu" else FairLock()
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """Weights, the results of their checks, and their forward. Engines take turns on them with ``fair_lock``."""
+    """Weights, the results of their checks, and their forward. Engines take turns on the weights with ``fair_lock``."""
 
     weights: LoadedWeights
     findings: SelfCheckResult
@@ -105,7 +105,7 @@ class PreparedModel:
 
     @property
     def overlaps(self) -> bool:
-        """True if a forward returns while its device computes: a single GPU holds and computes all of the model."""
+        """True if a forward returns while its device still computes, as it does if one GPU runs the whole model."""
         return self.device.type == "cuda" and len(self.placement) == 1 and self.placement[0].brought_to is None
 
     def check_devices(self) -> None:
@@ -143,7 +143,7 @@ class _Recording:
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
-    """Returns None for a load that cannot be recorded: our kernels do not run the model, or it brings its own code."""
+    """Returns None if the load cannot be recorded, because our kernels do not run the model or it has its own code."""
     settings = load.resolved.settings
     if not settings.fits_cpu_kernels or settings.trust_remote_code or settings.allow_pickle or files.gguf_file:
         return None
@@ -157,7 +157,7 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
 
 
 def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
-    """Builds the forward that an earlier load has checked, without transformers' model; None if there is no record."""
+    """Builds a forward that an earlier load has checked, without transformers' model; None if there is no record."""
     name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
     try:
         if isinstance(proved, ProvedLoad):
@@ -202,7 +202,7 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
         if recording is not None:
             write = _record_of(weights, findings, placement, recording, resolved)
         choice = choose_forward(expected, findings, settings, load.kernels)
-        if write is not None and choice.forward.has_threads:  # our kernels, which run the whole forward
+        if write is not None and choice.forward.has_threads:  # here our kernels run the whole forward
             write()
         if settings.pipeline == "auto" and not choice.forward.has_threads:
             pipeline = take_pipeline(weights.model, load.threads, choice.forward)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 def run_own(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the engine runs. ``threads`` are the numbers of threads for torch and for our kernels. Raises
+    """Blocks until the engine runs. ``threads`` is the number of threads for torch and our kernels. Raises
     LoadFailed.
     """
     torch.set_num_threads(threads)
@@ -51,7 +51,7 @@ def run_own(
 
 @contextmanager
 def torch_inference(threads: int) -> Iterator[None]:
-    """Gives torch this number of threads in the calling thread, and records no gradients."""
+    """Sets torch's number of threads for the calling thread, and switches gradients off."""
     torch.set_num_threads(threads)
     with torch.inference_mode():
         yield
@@ -99,9 +99,9 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 
 
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
-    """Runs ``work`` in a thread of its own: the buffers that MKL keeps for a thread, 9 MB, are freed when it ends.
+    """Runs ``work`` in a new thread, whose end frees the 9 MB of buffers that MKL keeps for each thread.
 
-    ``threads`` is the number of threads for torch's operations, which torch keeps per thread.
+    ``threads`` is the number of threads for torch's operations, which torch stores per thread.
     """
     done: Future[T] = Future()
     context = contextvars.copy_context()
@@ -118,7 +118,7 @@ def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
 
 
 def with_device_defaults(load: ModelLoad, devices: Iterable[torch.device]) -> ModelLoad:
-    """Returns the load with the defaults of GPUs if all ``devices``, which hold the KV cache, are GPUs."""
+    """Returns the load with the defaults for GPUs if all ``devices``, those of the KV cache, are GPUs."""
     if {device.type for device in devices} != {"cuda"}:
         return load
     return replace(load, resolved=replace(load.resolved, settings=load.resolved.settings.on_gpus()))

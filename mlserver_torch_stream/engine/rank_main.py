@@ -1,4 +1,4 @@
-"""``python -m …engine.rank_main RANK SIZE PORT PARENT``: runs a rank that rank 0 starts on its own machine.
+"""Runs a rank that rank 0 starts on its own machine: ``python -m …engine.rank_main RANK SIZE PORT PARENT``.
 
 The process ends when its parent ends.
 """

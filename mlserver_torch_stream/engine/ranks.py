@@ -1,7 +1,7 @@
-"""Loads and checks each rank's part of a model on all ranks at once: it succeeds on all of them or fails on all.
+"""Loads and checks each rank's part of a model on all ranks at once. A load succeeds on all ranks or fails on all.
 
-Rank 0 prepares the model for an engine; every other rank follows rank 0 until it sends a stop. ``load_shard`` runs on
-every rank.
+Rank 0 prepares the model for an engine; every other rank follows rank 0 until rank 0 tells it to stop. ``load_shard``
+runs on every rank.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a model. ``room`` are the free bytes on the fullest device of all ranks, once all have
-    loaded.
+    """This rank's part of a model. ``room`` is the number of bytes free on the fullest device of any rank.
 
-    ``forward`` runs this part as ``findings`` says; the other ranks run their parts at the same time.
+    ``forward`` runs this part in the form that ``findings`` names, while the other ranks run their parts.
     """
 
     weights: LoadedWeights
@@ -60,13 +59,13 @@ class Shard:
 
 
 def send_settings(resolved: ResolvedSettings, group: RankGroup) -> None:
-    """Sends the leader's settings and the place of the model to all other ranks."""
+    """Sends the leader's settings and the location of the model to all other ranks."""
     source = resolved.source
     group.send([resolved.settings.model_dump(mode="json"), source.kind, source.location])
 
 
 def receive_settings(group: RankGroup) -> ResolvedSettings:
-    """Returns the settings and the place of the model that the leader sends."""
+    """Returns the settings and the location of the model that the leader sends."""
     settings, kind, location = group.receive()
     return ResolvedSettings(EngineSettings.model_validate(settings), ModelSource(kind, location), {})
 
@@ -102,7 +101,7 @@ def _choose_forward(
 ) -> ModelForward:
     """Chooses the attention.
 
-    All ranks use the fast forward or none does, because its checks run the model on all ranks together.
+    All ranks use the fast attention or none does, because the checks run the model on all ranks together.
     """
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
@@ -147,7 +146,7 @@ class LaunchedModel:
 
 
 def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = MODULE) -> LaunchedModel:
-    """Loads a model on all ranks, and blocks until it is loaded. If it raises LoadFailed, it has ended all ranks.
+    """Loads a model on all ranks, and blocks until it is loaded. Ends all ranks before it raises LoadFailed.
 
     ``module`` is passed to ``form``.
     """
@@ -176,7 +175,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
 def follow(find: Callable[[], RankGroup]) -> int:
     """Joins the group that ``find`` returns and follows rank 0.
 
-    Returns the exit status, which is 0 after a stop of rank 0.
+    Returns the exit status, which is 0 if rank 0 has sent a stop.
     """
     logging.basicConfig(format="%(asctime)s [rank] %(levelname)s - %(message)s")
     transformers_logging.disable_progress_bar()

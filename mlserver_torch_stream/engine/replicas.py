@@ -1,4 +1,4 @@
-"""Puts several engines with the same model behind one ``Engine``, which sends each request to the least loaded."""
+"""Puts several engines with the same model behind one ``Engine``, which sends each request to the least loaded one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEEDS = {"device_map": None, "max_memory": None, "offload_folder": None, "tenso
 
 
 def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
-    """Returns the settings of each replica. Each replica has its own GPU; on a CPU they share the cores.
+    """Returns the settings of each replica. Each replica gets its own GPU; on CPUs the replicas share the cores.
 
     Raises LoadFailed if there are too few GPUs.
     """
@@ -38,7 +38,7 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
 
 
 class ReplicatedEngine:
-    """An ``Engine`` over ``replicas``. It is alive while one of them is, and its stats are their sums."""
+    """An ``Engine`` over ``replicas``. The engine is alive while one replica is, and sums the stats of all replicas."""
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
@@ -52,9 +52,9 @@ class ReplicatedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """None while one replica is fine.
+        """The troubles of all replicas; None while at least one replica is fine.
 
-        On CPUs no replica is fine while another one's step hangs and holds the cores.
+        On CPUs no replica is fine while the step of another one hangs, because that step holds the cores.
         """
         return _of_all([replica.trouble for replica in self._replicas])
 
@@ -63,10 +63,10 @@ class ReplicatedEngine:
         return _of_all([replica.overdue for replica in self._replicas])
 
     def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
-        """Submits the requests to one replica: the least loaded that is alive and accepts them.
+        """Submits the requests to one replica: the least loaded one that is alive and accepts them.
 
-        The next replica may accept what one refuses: their caches can differ in size, because other models use the
-        devices.
+        If one replica refuses the requests, the next may accept them, because caches can differ in size if other models
+        use some devices.
         """
         refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
@@ -80,7 +80,9 @@ class ReplicatedEngine:
         raise refusal or NotServing("the engine is not running")
 
     def _by_load(self) -> list[int]:
-        """Returns the living replicas; if all are dead, all of them, because their errors say why."""
+        """Returns the replicas that are alive, the least loaded first. If all are dead, returns all: their errors say
+        why.
+        """
         numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
         numbers = numbers or list(range(len(self._replicas)))
         return sorted(numbers, key=self._rank)
@@ -117,10 +119,10 @@ def _of_all(troubles: Sequence[str | None]) -> str | None:
 
 
 class Deaths:
-    """Reports the death of the last of ``count`` replicas; before that another replica serves.
+    """Reports the death of the last of ``count`` replicas; until then another replica serves.
 
-    It reports a thread that hangs in a step at once: only the end of the process ends the thread, and on CPUs the other
-    replicas wait for its cores.
+    A thread that hangs in a step is reported at once: only the end of the process ends the thread, and on CPUs the
+    other replicas wait for its cores.
     """
 
     def __init__(self, count: int, on_death: OnDeath | None) -> None:

@@ -26,16 +26,16 @@ _ASSUMED_TOKENS = 1024
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
 
-    ``accept`` takes the id of a token, which is all that the next forward needs. ``write`` makes the token's text, on a
-    GPU while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further token, and
-    ``finish_reason`` is set once its text is complete.
+    ``accept`` adds the id of a token, which is all that the next forward needs. ``write`` makes the token's text; on a
+    GPU it runs while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further
+    token, and ``finish_reason`` is set once its text is complete.
 
     A sequence does not keep its request alive: code that holds a sequence longer than one call must hold the request
     too.
     """
 
     def __init__(self, request: RequestState, index: int, codec: AnswerCodec, stops: StopStrings) -> None:
-        # Weak: a reference cycle would keep both, and the token matcher, until a garbage collection.
+        # A weak reference: a cycle would keep both objects and the token matcher until a garbage collection.
         self._request = weakref.ref(request)
         self._input = request.input
         self._end_ids = request.end_ids
@@ -64,13 +64,13 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the prompt and the answer so far. After the next decode step all of them are in the
+        """The number of tokens of the prompt and the answer so far. The next decode step writes the newest token to the
         cache.
         """
         return len(self._input.prompt_ids) + len(self.tokens)
 
     def token_ids(self, start: int, stop: int) -> Ids[int]:
-        """Returns the tokens from one position to another, of the prompt and of the answer together."""
+        """Returns the tokens from ``start`` to ``stop``, counted over the prompt and the answer together."""
         prompt = self._input.prompt_ids
         known = len(prompt)
         if stop <= known:
@@ -81,7 +81,7 @@ class SequenceState:
 
     @property
     def matcher(self) -> TokenMatcher | None:
-        """The matcher of the request's constraint, once the prompt is computed; None without a constraint."""
+        """The matcher of the sequence's constraint; None without a constraint, and until the prompt is computed."""
         return None if self.sampler is None else self.sampler.matcher
 
     @property
@@ -90,7 +90,7 @@ class SequenceState:
         return self._reason_by_ids is not None or self.finish_reason is not None
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Adds the next token. If its id ends the sequence, ``ended`` is set afterwards."""
+        """Adds the next token. If the token's id ends the sequence, ``ended`` is true afterwards."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._max_tokens = self.request.max_tokens  # its prompt is whole
@@ -105,8 +105,8 @@ class SequenceState:
     def write(self) -> None:
         """Makes the text of the new tokens.
 
-        If the text ends the sequence, ``finish_reason`` is set, and the tokens after the last one of the text are
-        dropped. A token whose text cannot be made ends the sequence in an error.
+        If the text ends the sequence, ``finish_reason`` is set, and the tokens after the one that ended it are dropped.
+        A token whose text cannot be made ends the sequence with an error.
         """
         unwritten, self._unwritten = self._unwritten, []
         if unwritten:
@@ -129,7 +129,7 @@ class SequenceState:
         self._writer.write_prompt(self._input.prompt_text, self.request.scores)
 
     def _write(self, count: int, logprob: TokenLogprob | None) -> None:
-        """Makes the text of the token with this number, from 1."""
+        """Makes the text of the token with this number; the first token has number 1."""
         params = self._input.sampling
         hidden = self._is_end(count) and not params.include_stop_str_in_output
         # Stop strings count from ``min_tokens`` on, as end ids do.
@@ -140,14 +140,14 @@ class SequenceState:
             self.finish(self._reason_by_ids)
 
     def _is_end(self, count: int) -> bool:
-        """Returns whether the token with this number, from 1, ends the answer by its id."""
+        """Returns whether the id of the token with this number ends the answer; the first token has number 1."""
         return self.tokens[count - 1] in self._end_ids and count > self._input.sampling.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
 
-        Text that was held back, for a stop string or an incomplete character, comes out too, except after an error;
-        after a timeout or an abort an incomplete character does not.
+        Text that was held back for a stop string or an incomplete character is included, except after an error. After a
+        timeout or an abort, an incomplete character is left out.
         """
         self.write()
         if self.finish_reason is not None:
@@ -165,7 +165,7 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        It also returns none while a character or a possible stop string is held back, or while there are fewer new
+        No event is returned while a character or a possible stop string is held back, or while there are fewer new
         tokens than an event should have.
         """
         goes_on = self.finish_reason is None
@@ -201,7 +201,7 @@ class SequenceState:
 
 
 class RequestState:
-    """An ``EngineRequest``, its ``input``, while it is served: its sequences, the mailbox for their events, and its
+    """The state of a request that is served: its ``input``, its sequences, the mailbox for their events, and its
     times.
     """
 
@@ -215,9 +215,7 @@ class RequestState:
         default_timeout: float | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """``max_model_len`` is the length that ``Admission.longest`` returns; ``seal`` replaces it for an open
-        request.
-        """
+        """``max_model_len`` is the result of ``Admission.longest``; for an open request ``seal`` replaces it."""
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
@@ -245,12 +243,11 @@ class RequestState:
 
     @property
     def unscored(self) -> bool:
-        """True if scores of the prompt are asked for and not all of them are known."""
+        """True if the request asks for scores of its prompt and some of them are not known yet."""
         return self.params.prompt_logprobs is not None and len(self.scores) < len(self.prompt)
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Returns how many of the last prompt tokens between ``start`` and ``end`` need logits, to score the token
-        after each."""
+        """Returns how many prompt tokens from ``start`` to ``end`` need logits, to score the tokens after them."""
         return max(0, end - max(start, len(self.scores) - 1)) if self.unscored else 0
 
     @property
@@ -280,11 +277,11 @@ class RequestState:
 
     @property
     def final_length(self) -> int:
-        """The maximum number of tokens that one of its sequences can have, prompt included."""
+        """The maximum number of tokens of each sequence, prompt included."""
         return len(self.prompt) + self.max_tokens
 
     def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
-        """Gives the open request its whole prompt and its longest sequence. Its wait begins."""
+        """Sets the whole prompt of the open request and its sequences' maximum length. Its time in the queue begins."""
         self.max_model_len = max_model_len
         self.input.prompt_ids = tuple(prompt_ids)
         self.input.open = False
@@ -295,10 +292,10 @@ class RequestState:
             sequence.finish(reason, error)
 
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
-        """Sends the reader the last events of the sequences, with the tokens delivered so far. From any thread.
+        """Sends the reader each sequence's last event, with the count of delivered tokens. Any thread may call this.
 
-        The sequences stay as they are, because they belong to the engine's thread, whose step does not return. A
-        sequence that has ended already gets no further event.
+        The sequences are not changed, because they belong to the engine's thread, whose step does not return. A
+        sequence whose last event was delivered gets no further event.
         """
         call_on(self.mailbox.loop, partial(self._end_for_reader, reason, error))
 
@@ -332,6 +329,6 @@ class RequestState:
 
 
 def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """Returns the stop tokens and, unless the request ignores EOS, its own EOS ids or else ``eos_token_ids``."""
+    """Returns the stop tokens and the EOS ids: none if EOS is ignored, else the request's own or ``eos_token_ids``."""
     eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

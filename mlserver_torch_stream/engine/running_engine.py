@@ -1,4 +1,4 @@
-"""A running engine with everything that ends with it, whichever program computes its tokens. Imports no torch."""
+"""Holds a running engine, this package's own or vLLM's, with everything that ends with it. It does not import torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class RunningEngine:
     """An engine with its codec and the lease on its weights. vLLM's models have no lease: vLLM holds their weights
     itself.
 
-    The replicas of a ``ReplicatedEngine`` are its ``parts``; all of them share the codec and the weights of the first
-    replica.
+    The replicas of a ``ReplicatedEngine`` are its ``parts``; all of them share the first replica's codec and weights.
     """
 
     engine: Engine
@@ -36,7 +35,7 @@ class RunningEngine:
     adapters: AdapterSet | None = None
 
     def stop(self, resources: ProcessResources) -> None:
-        """Shuts the engine down and gives its weights and memory back. Blocks."""
+        """Shuts the engine down, ends its lease on the weights and frees its memory. Blocks."""
         self.engine.shutdown()
         for part in self.parts or (self,):
             resources.release(part.codec)
@@ -45,7 +44,9 @@ class RunningEngine:
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:
-    """Ends one use of a model's weights. The last use also stops the other ranks, if the model has several."""
+    """Ends one use of a model's weights. The end of the last use also stops the other ranks, if the model has several
+    ranks.
+    """
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
         ranks.leader.stop()
@@ -59,8 +60,8 @@ def model_info(
     default_sampling: Mapping[str, Any],
     attention: str,
 ) -> ModelInfo:
-    """Returns what requests are checked against. ``vocab_size`` is the number of rows of the logits; ``context`` is the
-    length of the context in tokens.
+    """Returns the limits for requests. ``vocab_size`` is the size of a row of logits, ``context`` the context
+    length.
     """
     return ModelInfo(
         vocab_size=min(vocab_size, codec.vocab_size),
@@ -76,7 +77,7 @@ def model_info(
 
 
 def queue_limits(settings: EngineSettings) -> QueueLimits:
-    """Returns the limits of requests and their times that the settings give."""
+    """Returns the queue's limits and the timeouts from the settings."""
     return QueueLimits(
         settings.max_queued_requests,
         settings.max_queued_tokens,

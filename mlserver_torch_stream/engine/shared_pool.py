@@ -1,4 +1,4 @@
-"""Holds what the engines of one process share: leased objects, which are made once per key, memory and locks."""
+"""Holds what the engines of one process share: leased objects that are made once per key, host memory, and locks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ V = TypeVar("V")
 
 
 class SharedPool(Generic[V]):
-    """Leases shared objects, each made once, to any thread. A thread waits if another one is making the object that it
-    needs.
-    """
+    """Leases shared objects to threads, and makes each object only once: other threads that need the object wait."""
 
     def __init__(self) -> None:
         self.made = 0  # objects made so far, without failures
@@ -31,10 +29,10 @@ class SharedPool(Generic[V]):
         return len(self._shared)
 
     def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
-        """Leases the object of ``key``. If ``make`` raises, all waiting threads get the error; the next lease tries
+        """Leases the object of ``key``. If ``make`` raises, all waiting threads raise the error; the next lease tries
         again.
 
-        If the work of the thread that makes it is cancelled, one of the waiting threads makes it.
+        If the thread that makes the object is cancelled, one of the waiting threads makes it.
         """
         while True:
             with contextlib.suppress(WorkCancelled):
@@ -79,7 +77,7 @@ class Lease(Generic[V]):
         self._give_back: Callable[[], bool] | None = give_back
 
     def end(self) -> bool:
-        """Ends the lease. Returns True to the last user only: the pool has forgotten the object.
+        """Ends the lease. Returns True only to the last user, after whom the pool has forgotten the object.
 
         Ending twice is harmless.
         """
@@ -94,7 +92,7 @@ class _Shared(Generic[V]):
 
 
 class ProcessResources:
-    """What the engines of a process share: promised host memory, locks, pools, and processes that render templates."""
+    """What the engines of a process share: reserved host memory, locks, pools, and processes that render templates."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,9 +104,10 @@ class ProcessResources:
         self.templates = TextProcesses()  # render the chat templates of all models
 
     def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:
-        """Promises ``owner`` host memory for its KV cache and returns the bytes: ``setting``, or a default.
+        """Reserves host memory for the KV cache of ``owner``, and returns its bytes: ``setting``, or else a default.
 
-        The default is half of the memory that is not promised yet, divided among ``engines`` of the same kind.
+        The default is half of the memory that is not reserved yet, divided by the number of ``engines`` of the same
+        kind.
         """
         with self._lock:
             free = max(0, available - sum(self._promised.values()))

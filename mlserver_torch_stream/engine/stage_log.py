@@ -1,4 +1,4 @@
-"""Logs the stages of a load: when a stage begins, that it still runs, and how long it took."""
+"""Logs the stages of a load: the start of a stage, at intervals that it still runs, and how long it took."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a 
 
 @contextmanager
 def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
-    """Logs the stage that runs in the ``with`` block. ``what`` begins a sentence, such as ``Compiling the kernels``.
+    """Logs the stage that runs in the ``with`` block. ``what`` describes it, for example ``Compiling the kernels``.
 
-    If the block raises, the last line is not logged.
+    If the ``with`` block raises, the last line, about the time that the stage took, is not logged.
 
     Raises WorkCancelled if the load is cancelled.
 
-    A separate thread writes the lines, because most of a load is long calls of transformers and compilers.
+    A separate thread writes the lines, because most of a load is spent in long calls of transformers and compilers.
     """
     raise_if_cancelled()
     began = time.monotonic()

@@ -1,5 +1,4 @@
-"""Records the work of engines' threads, lets engines of one device step in turn, and enforces the deadlines of
-requests.
+"""Records the work of engines' threads, makes engines on the same device take turns, and enforces requests' deadlines.
 
 While a step does not return, the watchdog asks the engine's thread to end requests, then ends them itself, and in the
 end abandons the thread.
@@ -42,7 +41,7 @@ class Work:
 
 
 class StepProgress:
-    """Holds the work of the engine's thread, if any, and of forwards in other threads, each under a key."""
+    """Records the current work of the engine's thread, and forwards in other threads, each under a key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -50,7 +49,7 @@ class StepProgress:
         self._in_flight: dict[Hashable, Work] = {}
 
     def at(self, what: object, tokens: int = 1) -> None:
-        """Records that the engine's thread begins this work and has ended its previous work."""
+        """Records that the engine's thread has started this work, and that its previous work has ended."""
         self._current = Work(what, tokens, self._clock())
 
     def rest(self) -> None:
@@ -58,7 +57,7 @@ class StepProgress:
         self._current = None
 
     def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
-        """Adds work that another thread or a device does under this key."""
+        """Records work of another thread or a device under this key."""
         self._in_flight[key] = Work(what, tokens, self._clock())
 
     def completed(self, key: Hashable) -> None:
@@ -72,10 +71,10 @@ class StepProgress:
 
 
 class FairLock:
-    """A lock that threads get in the order in which they ask, so that engines on the same cores step in turn.
+    """A lock that threads get in the order in which they ask for it, so that engines on the same cores take turns.
 
-    Two OpenMP pools that spin on the same cores slow each other tenfold (measured). With a plain lock a busy engine
-    takes the lock again before a waiting engine wakes up.
+    Two OpenMP pools that spin on the same cores slow each other down tenfold (measured). With a plain lock, a busy
+    engine would take the lock again before a waiting engine wakes up.
     """
 
     def __init__(self) -> None:
@@ -86,9 +85,9 @@ class FairLock:
 
     @contextmanager
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
-        """Holds the lock, and yields whether another thread had it.
+        """Holds the lock in the ``with`` block, and yields whether it had to wait for another thread.
 
-        ``progress`` shows the engines that wait for the lock how long the holder's step takes.
+        From ``progress`` the engines that wait for the lock can tell how long the holder's step has taken.
         """
         with self as waited:
             self.progress = progress
@@ -98,7 +97,7 @@ class FairLock:
                 self.progress = None
 
     def __enter__(self) -> bool:
-        """Returns whether another thread had the lock."""
+        """Takes the lock, and returns whether it had to wait for another thread."""
         with self._lock:
             if not self._held:
                 self._held = True
@@ -117,7 +116,7 @@ class FairLock:
                 self._held = False
 
     def yield_turn(self) -> None:
-        """Releases the lock, which the caller holds, and takes it again after all waiting threads."""
+        """Releases the lock, which the caller must hold, and takes it again after all threads that wait for it."""
         progress, self.progress = self.progress, None
         self.__exit__()
         self.__enter__()
@@ -129,7 +128,7 @@ FAR = 3600.0  # seconds; a thread cannot wait for a timeout of 300 years
 
 
 class Deadlines:
-    """Holds the times at which requests must have started, or ended. It does not keep requests alive."""
+    """Holds the times by which requests must have started or ended. It does not keep requests alive."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[RequestState], bool]] = []
@@ -137,10 +136,9 @@ class Deadlines:
         self._most = _FEW
 
     def add(self, request: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
-        """Adds a deadline, ``seconds`` after the submit. With ``while_waiting`` the time counts from when the prompt is
-        whole.
+        """Adds a deadline, ``seconds`` after the submit or, with ``while_waiting``, after the prompt became whole.
 
-        A ``while_waiting`` deadline holds only for a request that has not started by then.
+        A ``while_waiting`` deadline applies only to a request that has not started by then.
         """
         if seconds is None:
             return
@@ -150,7 +148,7 @@ class Deadlines:
             self._forget_freed()
 
     def _forget_freed(self) -> None:
-        """Drops the deadlines of requests that have ended and were freed."""
+        """Drops the deadlines of requests that have been freed."""
         self._heap = [entry for entry in self._heap if entry[2]() is not None]
         heapq.heapify(self._heap)
         self._most = max(_FEW, 2 * len(self._heap))
@@ -160,7 +158,7 @@ class Deadlines:
         return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else FAR
 
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
-        """Removes passed deadlines; yields the unfinished requests, each with whether it still waits."""
+        """Removes passed deadlines; yields the unfinished requests, each with whether it still waits in the queue."""
         while self._heap and self._heap[0][0] <= now:
             _, _, made_for, while_waiting = heapq.heappop(self._heap)
             request = made_for()
@@ -175,7 +173,7 @@ _LEAST = 0.01  # seconds: the shortest time between two decisions
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """A request to the engine's thread to end these requests; ``asked_at`` is the time of asking."""
+    """An order to the engine's thread to end these requests. ``asked_at`` is the time of the order."""
 
     requests: tuple[RequestState, ...]
     reason: FinishReason
@@ -193,11 +191,11 @@ class PendingDeath:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The watchdog's next actions. It asks the engine's thread to end the requests in ``ask``.
+    """The watchdog's next actions. The watchdog asks the engine's thread to end the requests of ``ask``.
 
-    The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. It logs
-    ``overdue`` work once. ``lost`` is the error for which it abandons the thread. The next decision is due in
-    ``seconds``.
+    The thread has not ended the requests of ``unanswered`` in time, so the watchdog ends them itself. The watchdog logs
+    each piece of ``overdue`` work once. If ``lost`` is an error, the watchdog abandons the thread because of that
+    error. The next decision is due in ``seconds`` seconds.
     """
 
     ask: Sequence[EndRequest]
@@ -208,13 +206,13 @@ class Decision:
 
 
 class WatchdogState:
-    """Decides what the watchdog does. It reads no clock: each method is given the time ``now``."""
+    """Decides what the watchdog does. The class does not read a clock: its methods are called with the time ``now``."""
 
     def __init__(self, queue_limits: QueueLimits) -> None:
         self._queue_limits = queue_limits
         self._deadlines = Deadlines()
         self._expected: list[EndRequest] = []
-        self._logged: list[tuple[float, int]] = []  # overdue work: a ``Work`` would keep the sequences of its step
+        self._logged: list[tuple[float, int]] = []  # overdue work; a ``Work`` would keep its sequences alive
 
     def watch(self, requests: Sequence[RequestState]) -> None:
         """Adds the timeouts of requests and, for requests whose prompt is whole, the limit of the queue time."""
@@ -224,11 +222,11 @@ class WatchdogState:
             self._deadlines.add(request, request.timeout_s, while_waiting=False)
 
     def watch_wait(self, request: RequestState) -> None:
-        """Starts the request's time in the queue: its prompt is whole now."""
+        """Adds the limit of the queue time for a request whose prompt is whole now."""
         self._deadlines.add(request, self._queue_limits.queue_timeout, while_waiting=True)
 
     def expect(self, end: EndRequest) -> None:
-        """Records that the engine's thread was asked to end requests."""
+        """Records that the engine's thread was asked to end requests, so that it is expected to do so in time."""
         self._expected.append(end)
 
     def next_deadline(self, now: float) -> float:
@@ -240,7 +238,7 @@ class WatchdogState:
         return [out_of_time(request, waited, now) for request, waited in self._deadlines.due(now)]
 
     def decide(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None = None) -> Decision:
-        """Returns what the watchdog does at the time ``now``, while ``works`` is not complete."""
+        """Returns what the watchdog does at the time ``now``; ``works`` is the work that has not completed."""
         ask = self.due(now)
         self._expected += ask
         unanswered = [end for end in self._expected if end.asked_at + PATIENCE <= now]
@@ -261,7 +259,7 @@ class WatchdogState:
         return None
 
     def _seconds(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> float:
-        """Returns the seconds until the next decision, which is before work that begins now can be overdue."""
+        """Returns the seconds until the next decision, which comes before work that starts now could be overdue."""
         queue_limits = self._queue_limits
         moments = [end.asked_at + PATIENCE for end in self._expected]
         moments += [now + _overdue_limit(1, queue_limits)]
@@ -276,13 +274,13 @@ class WatchdogState:
 
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
-    """Returns the order to end a request with a timeout. ``waited`` means that it ran out of time in the queue."""
+    """Returns the order to end a request that is out of time. ``waited`` means that its time ran out in the queue."""
     what = "waited too long in the queue" if waited else "took too long"
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
 
 def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str | None:
-    """Names the step that has run for too long, so that the engine is not ready; None if there is no such step."""
+    """Describes a step that has run for so long that the engine is not ready; None if there is no such step."""
     return next((not_back(work, now) for work in works if is_overdue(work, queue_limits, now)), None)
 
 
@@ -292,8 +290,7 @@ def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Returns half of the step limit, so that routers avoid this server before the process ends; or the request
-    timeout."""
+    """Returns half of the step limit, or the request timeout if it is shorter, so that routers avoid a stuck server."""
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,
@@ -301,7 +298,7 @@ def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
 
 
 def not_back(work: Work, now: float) -> str:
-    """Returns the sentence for logs and errors that says which work has not returned, and for how many seconds."""
+    """Returns a sentence for logs and errors, which says what has not returned and for how many seconds."""
     return f"{work.what} has not come back for {now - work.since:.0f} s"
 
 
@@ -319,9 +316,9 @@ class Watched(Protocol):
         """Asks the engine's thread to end these requests when its step returns."""
 
     def give_up(self, error: BaseException) -> bool:
-        """Abandons the engine's thread: nothing waits for it any more.
+        """Abandons the engine's thread, so that nothing waits for it any longer.
 
-        Returns False if its work was ended and it goes on.
+        Returns False if the thread's work could be ended instead, so that the thread continues.
         """
 
 
@@ -351,7 +348,7 @@ class Watchdog:
             self._wake()
 
     def due(self) -> Sequence[EndRequest]:
-        """Removes and returns the requests that the engine's thread ends now."""
+        """Removes and returns the requests whose deadline has passed, for the engine's thread to end them."""
         with self._changed:
             return self._state.due(time.monotonic())
 
@@ -361,12 +358,12 @@ class Watchdog:
             self._wake()
 
     def look(self) -> None:
-        """Wakes the watchdog: the engine's state has changed."""
+        """Wakes the watchdog, because the engine's state has changed."""
         with self._changed:
             self._wake()
 
     def stop(self) -> None:
-        """Ends the watchdog's thread. Idempotent."""
+        """Ends the watchdog's thread. May be called again."""
         with self._changed:
             self._over = True
             self._wake()
@@ -395,7 +392,7 @@ class Watchdog:
                     self._changed.wait(self._wakes_at - time.monotonic())
 
     def _do(self, decision: Decision) -> bool:
-        """Returns whether the engine's thread was abandoned."""
+        """Carries out a decision. Returns whether the engine's thread was abandoned."""
         for work in decision.overdue:
             logger.warning("The engine of %s is not ready: %s", self._name, not_back(work, time.monotonic()))
         for end in decision.ask:

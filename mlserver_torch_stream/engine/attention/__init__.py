@@ -1,1 +1,1 @@
-"""Attention over pages: the interface, the plain torch reference, and how transformers' models come to call it."""
+"""Computes attention over pages: the interface, the reference with torch's operators, and the hooks in transformers."""

@@ -1,7 +1,7 @@
-"""Computes paged attention with torch's own operators, over copies of the keys and values that a sequence sees.
+"""Computes paged attention with torch's operators, on copies of the keys and values that a sequence sees.
 
-It works on every device, with every option, page size and dtype, and never waits for a device. Sequences with one new
-token are computed together, chunks of prompts one after the other.
+This attention works on every device, with every option, page size and dtype, and never waits for a device. Sequences
+with one new token are computed together, and chunks of prompts one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.cache.paged_cache import LayerPages
 from mlserver_torch_stream.engine.devices import from_host
 
 _SHORT = 6  # sequences of up to 2 ** 6 keys are computed together whatever their lengths
-_QUERIES = 256  # queries of a chunk whose scores are in float32 at a time
+_QUERIES = 256  # the number of a chunk's queries whose scores are in float32 at the same time
 
 Rows = list[tuple[torch.Tensor, torch.Tensor, int]]
 """Sequences that see similar numbers of keys, their positions among the tokens, and the largest number of keys."""
@@ -23,7 +23,7 @@ Chunks = list[tuple[int, int, int]]
 
 
 class GatheredAttention(PagedAttention):
-    """Attention by torch's operators. Scores with a softcap or sinks are in float32.
+    """Attention with torch's operators. With a softcap or sinks, scores are computed in float32.
 
     ``reason`` says why no faster attention is used.
     """
@@ -51,9 +51,10 @@ class GatheredAttention(PagedAttention):
 
 
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
-    """Returns the sequences with one new token, grouped by how many keys they see, and the other sequences.
+    """Returns the sequences with one new token, grouped by the number of keys they see, and then the other sequences.
 
-    A gather is as wide as its longest row. Lengths within a power of two waste less than half of the width.
+    A gather is as wide as its longest row. With lengths between two powers of two, less than half of a gather is
+    padding.
     """
     key = ("parts", options.window, options.chunk)
     if key not in batch.memo:
@@ -88,7 +89,7 @@ def _attend_rows(
         last = batch.lengths[sequences].long() - 1
         places = options.oldest_seen(last)[:, None] + torch.arange(width, device=last.device)
         valid = places <= last[:, None]
-        # Shorter rows read their newest key again: a page may hold NaN after it.
+        # Shorter rows read their newest key again, because the rest of its page may hold NaN.
         places = torch.minimum(places, last[:, None])
         batch.memo[key] = _slots(batch.tables[layer.group][sequences], batch, places), valid[:, None, None]
     slots, valid = batch.memo[key]
@@ -138,9 +139,10 @@ def _weigh(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``.
+    """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``, is true.
 
-    ``sinks`` are the options' sinks, ``[..., queries or 1, 1]``. Products have the dtype of the arguments.
+    ``sinks`` are the options' sinks, ``[..., queries or 1, 1]``. Matrix products are computed in the dtype of the
+    arguments.
     """
     if _is_plain(options):
         output: torch.Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=valid, scale=options.scale)

@@ -1,4 +1,4 @@
-"""Defines attention over pages, and a batch as the tensors that it needs."""
+"""Defines the interface of attention over pages, and a batch in the form of the tensors that it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.devices import sent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTensors:
-    """A batch as tensors on one device, with the numbers of its ``sequences`` and of its packed ``tokens``.
+    """A batch as tensors on one device, with one entry for each sequence or for each packed token.
 
     ``memo`` is for values that an attention computes once for all layers of the batch.
     """
@@ -33,7 +33,7 @@ class BatchTensors:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> BatchTensors:
-        """Returns a copy on another device, without waiting for it."""
+        """Returns a copy of the batch on another device, and does not wait until it is complete."""
         starts, lengths, cumulative, positions = (
             sent(tensor, device) for tensor in (self.starts, self.lengths, self.cumulative, self.positions)
         )
@@ -42,7 +42,7 @@ class BatchTensors:
 
 
 def batch_tensors(batch: Batch, page_size: int, groups: int, device: torch.device) -> BatchTensors:
-    """Copies the numbers of a batch to a device."""
+    """Returns a batch as tensors on a device."""
     sequences = batch.sequences
     starts = np.array([each.start for each in sequences], np.int64)
     counts = np.array([each.count for each in sequences], np.int64)
@@ -84,7 +84,7 @@ class AttentionOptions:
 
     ``window`` and ``chunk`` say which keys a query sees, as in ``LayerGroup``.
 
-    ``sinks`` ``[heads]`` holds one more score in the softmax for each head.
+    ``sinks`` ``[heads]`` is an additional score in each head's softmax.
     """
 
     scale: float
@@ -135,9 +135,9 @@ class AttentionShape:
 class PagedAttention(Protocol):
     """Attends the packed queries ``[tokens, heads, head_dim]`` of a batch to the pages of one layer, causally.
 
-    The keys and values of the batch's tokens are in the pages already. All tensors are on one device. Beyond a
-    sequence's tokens the pages can hold anything, even NaN. Returns ``[tokens, heads, value_dim]``. Several threads may
-    call it at once.
+    The keys and values of the batch's tokens are already in the pages. All tensors are on one device. After a
+    sequence's last token the pages can contain anything, even NaN. Returns ``[tokens, heads, value_dim]``. Several
+    threads may call it at once.
     """
 
     name: ClassVar[str]  # in a word, for metadata and metrics
@@ -153,9 +153,9 @@ class PagedAttention(Protocol):
         layer.write(key, value, slots)
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
-        """Returns why it leaves such a layer to torch's operators; None if it computes the layer itself."""
+        """Returns why torch's operators must compute such a layer; None if this attention can."""
         return None
 
     def describe(self) -> str:
-        """Returns a longer name, and remarks, for the summary of a load."""
+        """Returns a longer name, with remarks, for the summary of a load."""
         ...

@@ -1,6 +1,6 @@
 """Computes paged attention with torch's varlen attention (FlashAttention 2), in one call for all sequences of a step.
 
-The kernel is tested on GPUs alone; the arguments of the call are tested on every machine.
+The kernel is tested only on GPUs, the arguments of the call on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "nu
 
 
 def find_varlen() -> Callable[..., Any] | None:
-    """Returns torch's function, or None if torch is older than 2.13, whose function does not take block tables."""
+    """Returns torch's function; None if torch is older than 2.13, where the function does not accept block tables."""
     try:
         from torch.nn.attention.varlen import varlen_attn_out
     except ImportError:
@@ -88,7 +88,7 @@ class VarlenAttention(PagedAttention):
 
 
 def _key_ends(batch: BatchTensors) -> torch.Tensor:
-    """Returns where each sequence's keys would end if they were packed, which FlashAttention 2 asks for as well."""
+    """Returns where each sequence's keys would end if they were packed, which FlashAttention 2 requires too."""
     key = "ends of keys"
     if key not in batch.memo:
         batch.memo[key] = torch.nn.functional.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))

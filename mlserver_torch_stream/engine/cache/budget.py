@@ -1,4 +1,4 @@
-"""Computes the size of an engine's KV cache, and the part of it for prefixes of ended sequences."""
+"""Computes the size of an engine's KV cache, and how much of it may keep the pages of ended sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 # Share of a GPU's free memory after loading. The rest is for activations and for the fragments of torch's allocator.
 GPU_CACHE_SHARE = 0.8
-# The maximum bytes of a host's memory for prefixes of ended sequences: a page that was written once stays resident.
+# The maximum bytes of a host's memory for pages of ended sequences: a page that was written once stays resident.
 HOST_PREFIX_BYTES = 256 * 2**20
 HOST = torch.device("cpu")
 
@@ -34,11 +34,10 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache of ``setting`` bytes on all devices together. If it is None, the cache
-    takes a share of the free memory.
+    """Returns the pages and slots of a cache of ``setting`` bytes in all; None means a share of the free memory.
 
-    ``specs`` describe the cache on each device. The ``engines`` share a host's memory equally, and ``resources``
-    reserves this engine's part for ``owner``; on a GPU the memory of other engines is not free. ``most`` is the free
+    ``specs`` describe the cache on each device. ``engines`` engines share the host's memory equally, and ``resources``
+    reserves this engine's part for ``owner``. On a GPU memory that other engines use is not free. ``most`` is the free
     memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are passed to ``size_cache``.
     """
     if setting is None:
@@ -67,8 +66,8 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
     """Returns how many bytes of a KV cache may be pages of ended sequences, until other sequences need the bytes.
 
-    A GPU's cache is allocated as a whole; a page on a host takes memory once a page near it is written, 2 MiB at a time
-    under our kernels. Raises LoadFailed.
+    A GPU's cache is allocated as a whole. On a host a page takes memory only when it, or with our kernels another page
+    in the same 2 MiB, is first written. Raises LoadFailed.
     """
     if setting is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget

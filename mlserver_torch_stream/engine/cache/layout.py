@@ -1,4 +1,4 @@
-"""Reads the kinds of a model's cache layers from its config, as transformers' own cache does."""
+"""Reads from a model's config which kind each of its cache layers is, as transformers' own cache does."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *_HYBRI
 
 
 class UnsupportedCache(Unsuitable):
-    """A layer keeps a state that cannot be batched here; the serial batcher serves such models."""
+    """Raised for a model with a cache layer that cannot be batched here; the serial batcher serves such models."""
 
 
 class CacheLayout:
-    """The layout of a model's cache: which layers have keys and values, of all tokens or a window, or states."""
+    """The layout of a model's cache: which layers keep states, and which keep keys and values, with their windows."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         try:
@@ -51,7 +51,7 @@ class CacheLayout:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a state per sequence, such as Mamba's, instead of keys."""
+        """Whether some layers keep one state per sequence, as Mamba's do, instead of a key per token."""
         return any(True for _ in self.state_layers())
 
     @property
@@ -61,14 +61,14 @@ class CacheLayout:
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 
     def state_layers(self) -> Iterator[tuple[int, LinearAttentionLayer]]:
-        """Yields the index and an empty layer of states for each layer that keeps states."""
+        """Yields, for each layer that keeps states, its index and an empty copy for the states."""
         for index, layer in enumerate(self._layers):
             if isinstance(layer, LinearAttentionLayer):
                 plain = type(layer) is LinearAttentionLayer
                 yield index, copy.deepcopy(layer) if plain else LinearAttentionLayer(layer.number_of_states)
 
     def spec(self, page_size: int) -> CacheSpec:
-        """Returns the groups of the attention layers. Their bytes are known only after a forward."""
+        """Returns the groups of the attention layers, without ``token_bytes``, which only a forward pass shows."""
         groups: dict[tuple[int | None, int | None], list[int]] = {}
         for index, layer in enumerate(self._layers):
             if isinstance(layer, DynamicLayer):
@@ -82,7 +82,7 @@ class CacheLayout:
         """Returns the window and the chunk of an attention layer."""
         if not layer.is_sliding:
             return None, None
-        kinds = self._kinds[index : index + 1] or ["chunked_attention"]  # what transformers assumes without kinds
+        kinds = self._kinds[index : index + 1] or ["chunked_attention"]  # transformers' default without kinds
         if self._chunk is not None and kinds == ["chunked_attention"]:
             return None, int(self._chunk)
         return int(layer.sliding_window), None

@@ -1,4 +1,4 @@
-"""Divides the bytes of a KV cache into pages for its groups of layers and slots for states."""
+"""Divides the memory of a KV cache into pages for each group of layers, and slots for states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CacheSize:
         return spec.bytes_of(self.pages, self.state_slots)
 
     def holds(self, spec: CacheSpec, sequences: int, tokens: int) -> bool:
-        """Returns whether this many ``sequences`` of ``tokens`` tokens can decode at the same time."""
+        """Returns whether ``sequences`` sequences of ``tokens`` tokens can decode at the same time."""
         if spec.state_bytes and self.state_slots < sequences:
             return False
         needed = spec.most_pages(tokens, 1)
@@ -34,12 +34,12 @@ class CacheSize:
 
 
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
-    """Returns the size that fits all ``rooms``, each the spec of a device, or of all devices together, and its bytes.
+    """Returns the largest size that fits all ``rooms``: pairs of a spec, of one device or of all, and its bytes.
 
-    The size holds one sequence of ``tokens`` if that is possible, then ``sequences`` sequences that are as long as
-    possible. A windowed group needs no more pages than that; with fewer pages a long sequence would not fit. The
-    remaining bytes become pages of all groups alike, for the prefix cache. If not even one token fits, there are no
-    pages.
+    The cache first gets room for one sequence of ``tokens`` tokens, or for the longest that fits. Then the cache gets
+    room for ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more pages than
+    that, and with fewer pages a long sequence would not fit. The remaining bytes become the same number of pages in
+    each group, for the prefix cache. If not even one token fits, there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))
@@ -66,8 +66,8 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
     """Returns how many pages each group may have within ``budget`` bytes of a host's memory.
 
-    A page takes no memory of a host before it is written (with our kernels, before any page in the same 2 MiB is). So
-    each group may have the whole budget; the scheduler bounds the sum of all groups.
+    A page takes no memory of a host until it is first written (with our kernels, until any page in the same 2 MiB is).
+    So each group may have pages for the whole budget; the scheduler enforces the budget for all groups together.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 
@@ -77,5 +77,5 @@ def _with_pages(size: CacheSize, more: int) -> CacheSize:
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest number from 1 to ``most`` that fits, or 0. All numbers below one that fits must fit too."""
+    """Returns the largest number from 1 to ``most`` that fits, or 0. If a number fits, smaller ones must fit too."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

@@ -1,4 +1,4 @@
-"""Holds the keys and values of all sequences in pages: a pool per layer on its device, or per group of layers."""
+"""Holds the keys and values of all sequences in pages, in one pool per layer or per group of layers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mlserver_torch_stream.engine.cache.states import StateSlots
 class LayerPages:
     """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    On a CPU a head's page is contiguous memory, which is not resident before it is written. On CUDA (``tokens_first``)
-    the heads of a token are contiguous, as torch's varlen attention reads them. After ``PagedCache.reserve`` the pages
-    are strided: pages of the group's other layers are between them.
+    On a CPU each head of a page is contiguous memory, which is not resident until it is first written. On CUDA
+    (``tokens_first``) the heads of a token are contiguous, as torch's varlen attention reads them. After
+    ``PagedCache.reserve`` the pages are strided, because the pages of the group's other layers lie between them.
     """
 
     group: int
@@ -31,9 +31,9 @@ class LayerPages:
     tokens_first: bool | None = None  # None: as suits the device
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocates the pool for keys and values like these, ``[..., kv_heads, tokens, head_dim]``, once.
+        """Allocates the pool, unless it exists, for keys and values like these: ``[..., kv_heads, tokens, head_dim]``.
 
-        Raises MemoryError or torch.OutOfMemoryError, and leaves the layer as it was.
+        Raises MemoryError or torch.OutOfMemoryError; then the layer is unchanged.
         """
         if self.keys is None:
             if self.tokens_first is None:
@@ -59,7 +59,7 @@ class LayerPages:
         return f"{size} for {self.pages} pages of a layer's KV cache cannot be allocated on {like.device}"
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores ``[tokens, kv_heads, head_dim]`` at ``slots``, ``page * page_size + offset`` of each token."""
+        """Stores ``[tokens, kv_heads, head_dim]`` at ``slots``; a token's slot is ``page * page_size + offset``."""
         self.reserve(key.transpose(0, 1), value.transpose(0, 1))
         assert self.keys is not None and self.values is not None
         pages, offsets = slots // self.page_size, slots % self.page_size
@@ -67,7 +67,7 @@ class LayerPages:
         self.values[pages, :, offsets] = value
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of the keys and values at ``slots`` ``[rows, n]``, ``[rows, kv_heads, n, head_dim]``."""
+        """Returns copies of the keys and values at ``slots`` ``[rows, n]``, each ``[rows, kv_heads, n, head_dim]``."""
         assert self.keys is not None and self.values is not None
         if self.tokens_first:
             tokens = (pool.transpose(1, 2).flatten(0, 1) for pool in (self.keys, self.values))
@@ -106,7 +106,7 @@ class LayerPages:
 
 
 class PagedCache:
-    """Pages of each attention layer and the slots of each layer that keeps states, by the layer's index."""
+    """The pages of each attention layer, by its index, and the state slots of the layers that keep states."""
 
     def __init__(self, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int) -> None:
         """``pages`` has the number of pages of each group in ``layout.spec(page_size).groups``."""
@@ -121,11 +121,11 @@ class PagedCache:
         self.states = StateSlots(layout, state_slots) if layout.has_states else None
 
     def reserve(self, like: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> None:
-        """Allocates one pool for each group, in which a page is contiguous for all layers that have no memory yet.
+        """Allocates one pool per group for its layers without memory. Each page is contiguous across these layers.
 
-        Then the pages in use fill the system's large pages: one large page needs one address translation, while pages
-        of 4 KiB need 512. ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least
-        the given number of bytes. Raises MemoryError.
+        So the pages in use fill whole large pages (2 MiB) of the system. A large page needs one address translation,
+        and the same memory in pages of 4 KiB needs 512. ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``;
+        ``allocate`` returns at least the given number of bytes. Raises MemoryError.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]
@@ -145,7 +145,7 @@ class PagedCache:
                     layer.keys, layer.values = pool[:, 2 * index], pool[:, 2 * index + 1]
 
     def prepare(self, batch: Batch) -> None:
-        """Makes the page and state copies that a batch asks for. A forward calls this first."""
+        """Makes the page and state copies that a batch asks for. A forward calls this method before it computes."""
         for group, source, target in batch.copies:
             for layer in self.layers.values():
                 if layer.group == group:
@@ -156,7 +156,7 @@ class PagedCache:
 
     @property
     def specs(self) -> dict[torch.device, CacheSpec]:
-        """Returns a spec for each device. The bytes in it are known from the forwards that have written there."""
+        """Returns a spec for each device, which counts only layers to which a forward has already written."""
         held = {index: pages.keys.device for index, pages in self.layers.items() if pages.keys is not None}
         states = {} if self.states is None else self.states.bytes_by_device()
         return {

@@ -1,4 +1,4 @@
-"""Describes a paged KV cache and the batches that read and write it, and hands out the pages.
+"""Describes a paged KV cache and the batches that read and write it, and allocates the pages.
 
 A full page can be found by the tokens in it, and so can the scores of these tokens.
 """
@@ -31,11 +31,11 @@ def page_size_of(kinds: Iterable[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that see the same tokens, and so share block tables.
+    """Layers that see the same tokens and therefore share block tables.
 
-    A query sees its own key and the ``window - 1`` keys before it, or the keys from the beginning of its own ``chunk``
-    on (Llama 4), or all keys. ``token_bytes`` is the number of bytes of a token's keys and values in all layers of the
-    group.
+    A query sees its own key and the ``window - 1`` keys before it, or its key and those before it in its ``chunk``
+    (Llama 4), or all keys up to its own. ``token_bytes`` is the number of bytes of a token's keys and values in all
+    layers of the group.
     """
 
     layers: tuple[int, ...]  # indices in transformers' cache
@@ -51,7 +51,7 @@ class LayerGroup:
 
     @property
     def span(self) -> int | None:
-        """The maximum number of keys that a query sees; None means that it sees all keys."""
+        """The maximum number of keys that a query sees; None means no maximum."""
         return self.window if self.chunk is None else self.chunk
 
 
@@ -67,7 +67,7 @@ class CacheSpec:
     state_bytes: int = 0
 
     def pages(self, tokens: int) -> int:
-        """Returns how many pages hold ``tokens``."""
+        """Returns how many pages ``tokens`` tokens need."""
         return -(-tokens // self.page_size)
 
     def page_bytes(self, group: int) -> int:
@@ -75,28 +75,27 @@ class CacheSpec:
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
-        """Returns the maximum number of pages of each group that a sequence of ``tokens`` holds if it grows by ``step``
-        tokens at a time."""
+        """Returns the most pages per group that a sequence of ``tokens`` needs if it grows by ``step`` at a time."""
         pages = self.pages(tokens)
         spans = (group.span for group in self.groups)
         return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
 
     def bytes_of(self, pages: Sequence[int], states: int) -> int:
-        """Returns the bytes of ``pages``, a number for each group, and of the states of ``states`` sequences."""
+        """Returns the bytes of ``pages[i]`` pages of each group ``i``, plus the states of ``states`` sequences."""
         return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
 
     def sequence_bytes(self, tokens: int, step: int = 1) -> int:
-        """Returns the maximum size in bytes of a sequence of ``tokens``: its pages and its states."""
+        """Returns the maximum bytes of the pages and states of a sequence of ``tokens`` tokens."""
         return self.bytes_of(self.most_pages(tokens, step), 1)
 
     def live_bytes(self, tokens: int) -> int:
-        """Returns the bytes of keys, values and states that the next token of a sequence of ``tokens`` reads."""
+        """Returns the bytes of keys, values and states that are read to compute the token after ``tokens`` tokens."""
         seen = (min(tokens, group.span or tokens) * group.token_bytes for group in self.groups)
         return sum(seen) + self.state_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of a token in all layers."""
+        """The bytes of a token's keys and values in all layers."""
         return sum(group.token_bytes for group in self.groups)
 
     def __add__(self, other: CacheSpec) -> CacheSpec:
@@ -117,9 +116,9 @@ def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
 class BatchSequence:
     """The new tokens of one sequence: a chunk of its prompt, or its newest token and the drafts after it, if any.
 
-    ``start`` tokens are in the cache already. ``tables`` holds a block table for each group of layers: entry ``i`` is
-    the page that holds the tokens from ``i * page_size`` on, or -1 once a sliding window has moved past that page. The
-    forward returns logits for the last ``wanted`` of the new tokens.
+    The sequence's first ``start`` tokens are in the cache already. ``tables`` has a block table for each group of
+    layers: entry ``i`` is the page with the tokens from ``i * page_size`` on, or -1 after a sliding window has moved
+    past that page. The forward returns logits for the last ``wanted`` of the new tokens.
     """
 
     token_ids: Sequence[int]
@@ -134,13 +133,13 @@ class BatchSequence:
 
     @property
     def length(self) -> int:
-        """Tokens in the cache after the step."""
+        """The number of the sequence's tokens in the cache after the step."""
         return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of one step. ``copies`` and ``state_copies`` are made in order, before the forward.
+    """The sequences of one step. ``copies`` and ``state_copies`` are executed in order, before the forward.
 
     A copy is (group, source page, target page); a copy of states is (source slot, target slot).
     """
@@ -155,12 +154,12 @@ class Batch:
 
     @property
     def ends(self) -> list[int]:
-        """Where each sequence's tokens end among the packed tokens."""
+        """The index after each sequence's last token, among the packed tokens."""
         return list(accumulate(sequence.count for sequence in self.sequences))
 
     @property
     def wanted_rows(self) -> list[int]:
-        """The packed tokens whose logits a forward returns, in order."""
+        """The indices of the packed tokens whose logits a forward returns, in order."""
         return [
             row
             for sequence, end in zip(self.sequences, self.ends, strict=True)
@@ -169,19 +168,19 @@ class Batch:
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the digest of a page. It covers the page's tokens and, by the parent's digest, all tokens before them."""
+    """Returns the digest of a page, which depends on the page's tokens and, through ``parent``, on all before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 def salt_digest(salt: str | None) -> bytes:
-    """Returns the parent's digest of a first page. Only sequences of the same salt find each other's pages."""
+    """Returns the parent digest for a sequence's first page. Sequences share pages only if their salts are equal."""
     return b"" if salt is None else blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest()
 
 
 class _GroupPages:
     """The pages of one group.
 
-    A page is free, held by sequences, or cached: no sequence holds it, but its digest finds it.
+    A page is free, held by sequences, or cached: no sequence holds it, but it can be found by its digest.
     """
 
     def __init__(self, pages: int) -> None:
@@ -212,10 +211,10 @@ class _GroupPages:
 
 
 class PagePool:
-    """Hands out the pages of all groups, within ``cache_bytes``. Cached pages take at most ``prefix_bytes`` of them.
+    """Allocates the pages of all groups, within ``cache_bytes``, of which cached pages take at most ``prefix_bytes``.
 
-    The lowest free page is taken first, so that the touched memory stays small. The least recently used cached page is
-    evicted when a page or its bytes are needed.
+    The lowest free page is allocated first, so that little memory is ever touched. The least recently used cached page
+    is evicted when a page or its bytes are needed.
     """
 
     def __init__(
@@ -232,19 +231,19 @@ class PagePool:
         self.cached_bytes = 0
 
     def fits(self, needed: Sequence[int], more_bytes: int = 0) -> bool:
-        """Returns whether ``needed`` pages of each group, and ``more_bytes`` besides, are free or cached."""
+        """Returns whether ``needed`` pages of each group, plus ``more_bytes`` bytes, are free or cached."""
         more_bytes += sum(count * size for count, size in zip(needed, self._page_bytes, strict=True))
         return self.used_bytes + more_bytes <= self._cache_bytes and all(
             count <= pool.spare for count, pool in zip(needed, self._groups, strict=True)
         )
 
     def reserve(self, count: int) -> None:
-        """Counts bytes that are not pages as used; a negative count gives them back."""
+        """Counts ``count`` bytes that are not pages as used; a negative count frees them."""
         self.used_bytes += count
         self._make_room(0)
 
     def take(self, group: int) -> int:
-        """Returns a page that no sequence holds. ``fits`` says whether there is one."""
+        """Allocates and returns a page. The caller checks with ``fits`` that a page is available."""
         pool = self._groups[group]
         self._make_room(self._page_bytes[group])
         page = pool.lowest()
@@ -261,11 +260,11 @@ class PagePool:
         return self._groups[group].found.get(digest)
 
     def has_name(self, group: int, page: int) -> bool:
-        """Returns whether ``find`` returns the page."""
+        """Returns whether ``find`` can return the page."""
         return page in self._groups[group].digests
 
     def share(self, group: int, page: int) -> None:
-        """Counts one more holder of a page that is held or cached."""
+        """Adds a holder to a page that is held or cached."""
         pool = self._groups[group]
         if pool.cached.pop(page, None) is not None:
             self.cached_bytes -= self._page_bytes[group]
@@ -277,7 +276,7 @@ class PagePool:
         return self._groups[group].references.get(page, 0)
 
     def name(self, group: int, page: int, digest: bytes) -> None:
-        """Lets ``find`` return a held page, unless it returns another page with the same tokens already."""
+        """Makes ``find`` return a held page, unless it already returns another page with the same tokens."""
         pool = self._groups[group]
         if digest not in pool.found and page not in pool.digests:
             pool.digests[page] = digest
@@ -290,7 +289,7 @@ class PagePool:
             self._free(group, page)
 
     def give_back(self, group: int, page: int) -> None:
-        """Counts one holder fewer. Without holders a page is cached if it can be found, and free otherwise."""
+        """Removes a holder of a page. A page without holders is cached if ``find`` can return it, else it is free."""
         pool = self._groups[group]
         pool.references[page] -= 1
         if pool.references[page]:
@@ -328,10 +327,10 @@ class PagePool:
 
 
 class PageScores:
-    """The scores of the tokens in pages of the prefix cache, so that a shared prefix is scored once.
+    """Keeps the scores of tokens in pages of the prefix cache, so that a shared prefix is scored only once.
 
-    The score of a token depends only on the tokens before it, so the digest of its page identifies it. All scores of a
-    page have the same number of alternatives. The least recently used are dropped.
+    A token's score depends only on the token and those before it, so the digest of its page identifies the score. All
+    scores of a page have the same number of alternatives. The scores of the least recently used pages are dropped.
     """
 
     def __init__(self, max_logprobs: int = _MAX_LOGPROBS) -> None:

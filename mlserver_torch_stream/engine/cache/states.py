@@ -1,6 +1,6 @@
-"""Holds the states of sequences in layers that have no key per token: convolutions, recurrences, linear attention.
+"""Holds the states of layers that have no key per token: convolutions, recurrences, linear attention.
 
-Every state tensor of a layer is ``[slots, ...]``; a sequence has one slot in all layers.
+Every state tensor of a layer is ``[slots, ...]``; a sequence has the same slot in all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATES = ("conv_states", "recurrent_states")
 
 
 class StateSlots:
-    """Gathers the states of a batch's sequences into cache layers of transformers, and puts them back."""
+    """Copies the states of a batch's sequences into transformers' cache layers, and back."""
 
     def __init__(self, layout: CacheLayout, slots: int) -> None:
         self._slots = slots
@@ -27,11 +27,11 @@ class StateSlots:
         self._held: dict[int, LinearAttentionLayer] = {}
 
     def fresh(self) -> dict[int, LinearAttentionLayer]:
-        """Returns an empty layer for each index, for the first tokens of a sequence."""
+        """Returns empty layers, by their index, for the first tokens of a sequence."""
         return copy.deepcopy(self._empty)
 
     def take(self, slots: Sequence[int]) -> dict[int, LinearAttentionLayer]:
-        """Returns layers with copies of these slots as their rows."""
+        """Returns layers, by their index, whose rows are copies of these slots."""
         index_on = _index_on(slots)
         return {
             number: _mapped(layer, lambda state: state.index_select(0, index_on(state.device)))
@@ -41,7 +41,7 @@ class StateSlots:
     def put(self, slots: Sequence[int], layers: Mapping[int, LinearAttentionLayer]) -> None:
         """Stores the rows of ``layers`` in these slots.
 
-        Raises MemoryError or torch.OutOfMemoryError, and leaves all slots as they were.
+        Raises MemoryError or torch.OutOfMemoryError; then all slots are unchanged.
         """
         for number in layers.keys() - self._held.keys():
             self._held[number] = _mapped(self._own(number, layers[number]), self._room)
@@ -56,7 +56,7 @@ class StateSlots:
 
     @property
     def kinds(self) -> set[tuple[str, int]]:
-        """The kinds of states in the layers, such as a convolution's state, as ``multiply`` takes them."""
+        """The kinds of states that the layers have, such as a convolution's state; ``multiply`` accepts them."""
         layers = self._held.values()
         return {(name, index) for layer in layers for name in _STATES for index in _set(getattr(layer, name))}
 
@@ -68,7 +68,7 @@ class StateSlots:
                 state[slot] *= factor
 
     def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
-        """Returns a layer with only the states: the given layer may also hold keys."""
+        """Returns a layer with only the states of the given layer, which may also hold keys."""
         own = copy.copy(self._empty[number])
         for name in vars(own):
             setattr(own, name, getattr(layer, name))
@@ -85,7 +85,7 @@ class StateSlots:
             raise MemoryError(f"the states of {self._slots} sequences cannot be allocated on {state.device}") from error
 
     def bytes_by_device(self) -> dict[torch.device, int]:
-        """Returns the bytes of a slot on each device; none before the first forward."""
+        """Returns the bytes of a slot on each device; an empty dict before the first forward."""
         sizes: dict[torch.device, int] = {}
         for layer in self._held.values():
             for states, name in _tensors(layer):
@@ -95,7 +95,7 @@ class StateSlots:
 
 
 def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:
-    """Returns a function that returns these numbers as a tensor on a device, and copies them there only once."""
+    """Returns a function that maps a device to ``slots`` as a tensor there, and copies them to it only once."""
     return cache(torch.tensor(list(slots), dtype=torch.long).to)
 
 
@@ -110,7 +110,7 @@ def _set(states: Mapping[int, torch.Tensor | None]) -> list[int]:
 
 
 def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearAttentionLayer:
-    """Returns a copy of the layer with new dictionaries, in which ``change`` is applied to each tensor."""
+    """Returns a copy of the layer with new dictionaries, whose tensors are the results of ``change``."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Checks at load that every fast way of computing gives the logits of transformers' own forward."""
+"""Checks at load that every fast way of computing reproduces the logits of transformers' own forward."""

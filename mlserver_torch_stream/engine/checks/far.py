@@ -1,7 +1,7 @@
 """Compares logits at far positions without computing a long sequence.
 
-The check fills two caches with the keys and values of a short sequence, repeated: transformers' own cache, and a few
-pages that a long block table names again and again. The next tokens must get the same logits over both.
+The check fills two caches by repeating the keys and values of a short sequence: transformers' own cache, and a few
+pages that a long block table names again and again. The next tokens must get the same logits with both caches.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 _COLUMNS = 5  # tokens of the short sequence, whose keys and values are repeated
 _MIDDLE = 2  # pages that a long table names again and again
-# transformers' own cache of one sequence may take half of the weights' bytes and of the free memory: each layer is
-# copied once when it gets the new tokens.
+# transformers' own cache of one sequence may take half of the weights' bytes and half of the free memory, because each
+# layer is copied when it gets the new tokens.
 _PART = 2
 
 
 def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
-    """Returns the lengths to compare: they exceed the trial's, are within the context, and their caches fit the memory.
+    """Returns the lengths to compare: longer than the trial's, within the context, and with caches that fit the memory.
 
-    ``room`` is the number of bytes that are free for caches; None means as many as the devices have now. ``more`` are
-    shorter lengths that are compared too.
+    ``room`` is the number of bytes for caches; None means the bytes that are free on the devices now. ``more`` are
+    shorter lengths to compare as well.
     """
     model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)
@@ -51,10 +51,10 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
 
 
 def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
-    """Compares the last token below the length, the first above it and, if the trial is chunked, a chunk above it.
+    """Compares the last token below ``length``, the first one above it and, if the trial is chunked, a chunk above it.
 
-    ``short`` is a short sequence in the trial's cache. It is in the batches too, and its keys and values fill the far
-    cache. Returns how much the logits differ and where; None if they agree.
+    ``short`` is a short sequence in the trial's cache; it takes part in the batches, and its keys and values fill the
+    far cache. Returns how much the logits differ and where; None if they agree.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
@@ -116,7 +116,7 @@ class _FarCache:
         return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Returns which of the repeated keys and values are at these positions; all pages in the middle are alike."""
+        """Returns the index of the repeated key and value at each position. All middle pages have the same content."""
         return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
 
     def _slot(self, slot: int) -> int:
@@ -126,12 +126,12 @@ class _FarCache:
         return self._own.get(entry, 1 + entry % _MIDDLE)
 
     def _passed(self, group: LayerGroup, start: int) -> tuple[int, ...]:
-        """Returns the long table of a group, without the pages that its window has passed."""
+        """Returns the long sequence's block table for a group, without the pages that the group's window has passed."""
         passed = group.oldest_seen(start) // self._size
         return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
 
     def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
-        """Writes a layer's keys and values: the short sequence's own, and copies of them as the long sequence's."""
+        """Writes a layer's keys and values: the short sequence's, and repeated copies of them for the long sequence."""
         computed, table = self._short.computed, self._short.tables[near.group]
         oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
         keys, values = near.read(table, oldest, computed)

@@ -1,6 +1,6 @@
-"""Chooses the forward of a loaded model: our decoder kernels, else transformers' forward and its attention.
+"""Chooses the forward of a loaded model: our decoder kernels, or else transformers' forward with the best attention.
 
-A faster forward or attention must give the model's logits; otherwise the next one is taken.
+A faster forward or attention is used only if it reproduces the model's logits; otherwise the next one is tried.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mlserver_torch_stream.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
-    """The forward of a loaded model. ``no_kernels`` says why it is not our faster decoder.
+    """The forward of a loaded model. ``no_kernels`` says why the forward is not our faster decoder.
 
-    ``packed`` are linear layers that oneDNN has laid out.
+    ``packed`` are linear layers whose weights oneDNN has reordered.
     """
 
     forward: LoadedForward
@@ -48,7 +48,7 @@ class ForwardChoice:
 def choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
 ) -> ForwardChoice:
-    """Chooses the forward of a model that can be batched, as ``findings`` say. Raises LoadFailed."""
+    """Chooses the forward of a model that can be batched according to ``findings``. Raises LoadFailed."""
     model, quantised = expected.model, is_quantised(expected.model)
     if settings.weights in ROUNDED:
         if quantised:
@@ -75,10 +75,10 @@ def with_attention(
     room: int | None = None,
     together: Callable[[bool], bool] = bool,
 ) -> ModelForward:
-    """Returns transformers' forward with the fastest attention that gives the model's logits.
+    """Returns transformers' forward with the fastest attention that reproduces the model's logits.
 
-    ``room`` is passed to ``SameLogits``. ``together(true)`` returns whether a fact holds on all ranks, which choose at
-    the same time.
+    ``room`` is passed to ``SameLogits``. ``together(true)`` returns whether ``true`` is True on all ranks, which choose
+    at the same time.
     """
     model, way = expected.model, findings.way
     if way is Way.MASKED_ROWS:
@@ -102,8 +102,7 @@ def with_attention(
 def take_kernels(
     expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str | None = None
 ) -> Verdict[NativeForward]:
-    """Returns our decoder and frees the model's own weights. ``weights`` is a key of ``ROUNDED``, the format to round
-    to.
+    """Returns our decoder, rounded to the format ``weights`` (a key of ``ROUNDED``), and frees the model's own weights.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
@@ -136,7 +135,7 @@ def take_rounded(
 ) -> NativeForward:
     """Returns our decoder with the weights rounded to int8 or int4, and frees the model's own weights.
 
-    Raises LoadFailed if there is none: no other forward can use such weights.
+    Raises LoadFailed if our decoder cannot be used, because no other forward can use rounded weights.
     """
     if (reason := findings.problem) is None:
         verdict = take_kernels(expected, findings, kernels, weights)
@@ -147,7 +146,7 @@ def take_rounded(
 
 
 def release_weights(model: nn.Module) -> None:
-    """Frees the parameters that the kernels have copied. Their shapes stay; using their values raises."""
+    """Frees the parameters that the kernels have copied. Their shapes stay readable; reading their values raises."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""The harness of the checks at load: a candidate is taken if its check accepts it, otherwise there is a reason."""
+"""The harness of the checks at load: a candidate is used if its check accepts it; otherwise the reason is recorded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Check(ABC, Generic[T]):
     """Proves one property of a candidate.
 
-    The outcome depends on the check's name and inputs, the model's files, the code and the machine, and on nothing
-    else. A subclass is a dataclass, whose fields with plain values are its inputs.
+    The outcome depends only on the check's name and inputs, the model's files, the code and the machine. A subclass is
+    a dataclass, whose fields with plain values are its inputs.
     """
 
     name: ClassVar[str]
@@ -32,8 +32,7 @@ class Check(ABC, Generic[T]):
         """Returns the candidate's fault in one line, or None if it passes. May raise any error."""
 
     def inputs(self) -> dict[str, str | int | bool | None]:
-        """Returns the inputs: the outcome depends on them, the model's files, this package, its libraries and the
-        machine.
+        """Returns the inputs, on which the outcome depends beside the model's files, the code and the machine.
 
         The values can be written as JSON.
         """
@@ -47,7 +46,7 @@ class Check(ABC, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Generic[T]):
-    """The candidate that a check has accepted; None if it was refused, and then ``reason`` says why."""
+    """The outcome of a check: the ``candidate`` if it was accepted; otherwise None, and ``reason`` says why."""
 
     candidate: T | None
     reason: str = ""
@@ -62,8 +61,8 @@ def accepted(
 ) -> Verdict[T]:
     """Makes a candidate and checks it. ``name`` ends the sentence "Checking …" of the log.
 
-    If the candidate is refused, the log says ``otherwise``, what runs instead, at this level; "": nothing is logged. An
-    error of the candidate becomes the reason, except LoadFailed, which is raised.
+    If the candidate is refused, ``otherwise``, which says what runs instead, is logged at this level, unless it is
+    empty. An error that the candidate raises becomes the reason, except LoadFailed, which is raised again.
     """
     try:
         with stage(logger, f"Checking {name}"):

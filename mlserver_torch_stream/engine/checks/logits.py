@@ -1,4 +1,4 @@
-"""Computes the logits of transformers' own forward, once for all comparisons, and compares other logits with them."""
+"""Computes the logits of transformers' own forward once for all comparisons, and compares other logits with them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
-# The oldest positions weigh four times as much as all later ones together, because they are the ones that a window
-# drops. So a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16, root
-# mean square).
+# The oldest positions weigh four times as much as all later ones together, because a window drops the oldest first. So
+# a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16, root mean
+# square).
 _HEAVY = 3
 _WEIGHT = 4
 
@@ -36,7 +36,7 @@ class ExpectedLogits:
         self._samples: dict[tuple[int, ...], DynamicCache] = {}
 
     def near(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the logits ``[len(ids), vocabulary]`` of a sequence, alone and without cache."""
+        """Returns the logits ``[len(ids), vocabulary]`` of a sequence, computed alone and without a cache."""
         key = tuple(ids)
         if key not in self._near:
             output = self.model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
@@ -48,7 +48,7 @@ class ExpectedLogits:
     ) -> torch.Tensor:
         """Returns the logits ``[len(tokens), vocabulary]`` of tokens after a long cache.
 
-        The cache holds the last ``columns`` keys and values of ``sample``, in the order of the indices ``repeated``.
+        The cache has the last ``columns`` keys and values of ``sample``, repeated as the indices ``repeated`` say.
         """
         key = (len(sample), columns, len(repeated), int(at_once), *tokens)
         if key not in self._far:
@@ -71,7 +71,7 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache, filled. States do not depend on positions, so they stay."""
+        """Returns transformers' own cache, filled, with the states of ``sample``, because states have no positions."""
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)
@@ -93,10 +93,11 @@ class ExpectedLogits:
 def far_columns(
     keys: torch.Tensor, values: torch.Tensor, repeated: torch.Tensor, first: int = 0, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys and values ``[kv_heads, positions, head_dim]`` at the indices ``repeated``, with the oldest
-    values enlarged.
+    """Returns keys and values at the indices ``repeated``, ``[kv_heads, positions, head_dim]``. The oldest values are
+    enlarged, so that the result depends on them.
 
-    They begin at position ``first`` of a sequence of ``length`` tokens; None means that they are the whole sequence.
+    The results are for the positions from ``first`` on, in a sequence of ``length`` tokens; None means the whole
+    sequence.
     """
     indices = repeated.to(keys.device)
     keys, values = keys[:, indices], values[:, indices].clone()
@@ -117,12 +118,12 @@ _HALF_TOLERANCE = 0.35
 _HALF_MEAN_TOLERANCE = 0.2
 # Activations that are rounded to int8 in blocks, against float32: for SmolLM2 in Q4_1, whose perplexity rises by less
 # than 0.5 %, ten of twenty logits are off by more than 0.35 and one by 0.76 (root mean square: 0.11, one by 0.27). With
-# its weights in int8 or int4, against transformers in bfloat16 with the same weights, one is off by 0.64 or 0.79. The
-# weights that the kernels read are compared with the file's as they are packed, and so a wrong scale needs no logits.
+# SmolLM2's weights in int8 or int4, against transformers in bfloat16 with the same weights, one is off by 0.64 or 0.79.
+# The kernels' weights are compared with the file's while they are packed, so a wrong scale is found without logits.
 _INT8_TOLERANCE = 1.0
 # In a mixture of experts, rounding alone can send a token to another expert. Its logits then differ by 0.49 (a tiny
-# gpt-oss); the logits of a different token differ by 1 and more. Rounding does this to few tokens, but wrong positions
-# change the logits of half of the tokens.
+# gpt-oss); the logits of a different token differ by 1 and more. Rounding affects few tokens in this way, but wrong
+# positions change the logits of half of the tokens.
 _SINGLE_MEAN_TOLERANCE = 0.6
 _MAX_OFF = 1 / 4
 _FEW = 4
@@ -132,8 +133,8 @@ class Comparison:
     """Collects pairs of logits ``[vocabulary]``: the expected logits and the logits to check.
 
     ``dtype`` is the dtype that causes rounding: the dtype of the weights, or int8 if activations are rounded to it;
-    None means the dtype of the logits. ``same_operations`` means that both logits come from the same operations. If
-    they do not, half precision is judged by the mean error and by the number of logits beyond the tolerance.
+    None means the dtype of the logits. ``same_operations`` means that both logits come from the same operations.
+    Otherwise, logits in half precision are judged by their mean error and by how many are beyond the tolerance.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, same_operations: bool = True) -> None:
@@ -157,12 +158,12 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """True if each single error counts, not their mean."""
+        """True if every single error must be within the tolerance, not only the mean error."""
         return self._tolerance in _TOLERANCE.values()
 
     @property
     def difference(self) -> str | None:
-        """Says how much the logits differ, if rounding does not explain the difference; otherwise None."""
+        """Describes how much the logits differ; None if rounding explains the difference."""
         error = self._error()
         return None if error is None else f"{error:.3g} standard deviations"
 

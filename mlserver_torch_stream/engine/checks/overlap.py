@@ -1,6 +1,6 @@
-"""Checks at load that forwards which run at the same time on a device map give the logits that each gives alone.
+"""Checks at load that forwards that run at the same time on a device map compute the same logits as each one alone.
 
-It also finds out whether a forward waits for its devices midway, by counting the operations that wait.
+The check also finds out whether a forward waits for its devices midway, by counting the operations that wait.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_WAITS = 1
 
 @dataclass(frozen=True)
 class Overlap(Check[Pipeline]):
-    """Checks that forwards in different stages of a pipeline have the logits of single forwards.
+    """Checks that forwards in different stages of a pipeline compute the same logits as single forwards.
 
     ``forward`` is the model's own forward.
     """
@@ -48,7 +48,7 @@ class Overlap(Check[Pipeline]):
     forward: Forward
 
     def problem(self, candidate: Pipeline) -> str | None:
-        """Compares forwards that run at the same time with the same forwards, one by one in another cache."""
+        """Compares forwards that run at the same time with the same forwards run one by one, in another cache."""
         count = _ROUNDS * candidate.depth
         alone = _Sequences(self.model, self.forward, count)
         overlapping = _Sequences(self.model, StagedForward(self.forward, candidate), count)
@@ -69,9 +69,9 @@ class Overlap(Check[Pipeline]):
 
 
 def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
-    """Returns None if one device computes everything, or if forwards must not overlap; a warning gives the reason.
+    """Returns the pipeline; None if one device computes everything, or, with a warning, if forwards must not overlap.
 
-    ``forward`` is the model's forward, called in the way that the check at load has found.
+    ``forward`` is the model's forward, with the form of batches that the check at load has found.
     """
     stages = read_stages(model)
     if len(stages) < 2:
@@ -141,8 +141,7 @@ Saw = Callable[[Any, tuple[Any, ...], Any], None]
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Passes on the basic operations inside composite ones, also in inference mode, where torch shows only the
-    composite."""
+    """Reports basic operations inside composite ones. In inference mode torch itself reports only composite ones."""
 
     def __init__(self, saw: Saw) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns the implementation of a composite operation of torch, or of a Python package."""
+    """Returns the implementation of a composite operation, from torch or a Python package; None for a basic one."""
     keys = [DispatchKey.CompositeImplicitAutograd]
     if operation.namespace != "aten":
         device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
@@ -198,7 +197,7 @@ def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether a product of experts waits: the host reads each expert's rows, unless torch has a kernel."""
+    """Returns whether a product of experts waits: unless torch has a kernel, the host reads each expert's rows."""
     if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
         return False
     return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)

@@ -1,4 +1,4 @@
-"""Loads packed weights into transformers' model, and checks that our kernels give its logits with them."""
+"""Loads packed weights into transformers' model, and checks that our kernels reproduce its logits."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def check_packed(
 
 
 def _proving_depth(decoder: Decoder, layout: CacheLayout) -> int:
-    """Returns how many of the first layers have every kind of layer among them, at least two.
+    """Returns how many of the first layers are needed to include every kind of layer; at least two.
 
-    Layers of a kind differ in their weights alone, which are compared in all layers as they are packed.
+    Layers of the same kind differ only in their weights, which are compared for all layers while they are packed.
     """
     kinds = [
         (
@@ -86,7 +86,7 @@ def _kind(projection: Projection) -> object:
 
 
 def _shorten(model: Any, depth: int) -> None:
-    """Leaves a model its first ``depth`` layers."""
+    """Removes all layers of a model but the first ``depth``."""
     values, layers = vars(model.config), model.config.num_hidden_layers
     values |= {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == layers}
     values["num_hidden_layers"] = depth
@@ -94,7 +94,7 @@ def _shorten(model: Any, depth: int) -> None:
 
 
 def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
-    """Makes the kernels' forward of ``decoder``, and compares its logits with the logits of ``model``.
+    """Makes the kernels' forward for ``decoder``, and compares its logits with those of ``model``.
 
     Returns the forward, and what the comparison found. ``model`` is the same model in transformers, as ``gguf_packed``
     loads it. Raises NotPacked if the logits differ, and LoadFailed as ``NativeForward`` does.

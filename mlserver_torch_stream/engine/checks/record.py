@@ -1,7 +1,7 @@
-"""Records the results of a load's checks in the cache folder, so that a later start need not run the checks again.
+"""Records the results of the checks at load in the cache folder, so that a later start need not repeat the checks.
 
-A record holds the plan of the decoder, the model's plain config and the findings. It is valid for the same files,
-settings, code and chip, and is stored like compiled kernels.
+A record has the decoder's plan, the model's config as plain values, and the findings of the checks. A record is valid
+only for the same files, settings, code and chip, and is stored in the same way as compiled kernels.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ENGINE = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """Stands in for transformers' model when our kernels run the whole forward: only its plain config is read."""
+    """Replaces transformers' model when our kernels run the whole forward: then only its plain config is read."""
 
     config: PreTrainedConfig
 
@@ -80,7 +80,7 @@ class NotRecordable(Unsuitable):
 class RecordKey:
     """Digests of everything that the checks' results depend on.
 
-    ``place`` is the model's location and the settings that shape its weights.
+    ``place`` is the digest of the model's location and of the settings that determine its weights.
     """
 
     place: str
@@ -95,8 +95,9 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class ProvedLoad:
-    """The results of a load's checks. ``dtype`` is the dtype of dense weights in memory; None means that the weights
-    are blocks, as in the files."""
+    """The results of a load's checks. ``dtype`` is the dtype of dense weights in memory; None means quantised
+    blocks.
+    """
 
     plan: DecoderPlan
     weights: LoadedWeights  # its model is a ``ModelOutline``
@@ -123,7 +124,7 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
 
 
 def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
-    """Returns the results of an earlier load's checks, or the reason why this load is checked again."""
+    """Returns the results of an earlier load's checks, or the reason why this load has to be checked again."""
     folder = cache_dir / _FOLDER
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
     for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):
@@ -153,7 +154,7 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
 
 
 def outline_of(model: Any) -> ModelOutline:
-    """Returns the model's config as a record holds it. Raises NotRecordable if an engine would read another config."""
+    """Returns the model's plain config. Raises NotRecordable if the cache or the context would differ with it."""
     outline = ModelOutline(plain_config(_plain(vars(model.config))))
     if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
         raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")
@@ -161,7 +162,7 @@ def outline_of(model: Any) -> ModelOutline:
 
 
 def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
-    """Builds the decoder over the mapped files: a weight is in memory only once it is read. Raises NotRecordable."""
+    """Builds the decoder from the mapped files, so a weight is in memory only once it is read. Raises NotRecordable."""
     try:
         tensor = mapped_tensors(files)
         decoder = build_decoder(
@@ -184,7 +185,7 @@ def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def check_files_hold(plan: DecoderPlan, parameters: Mapping[str, Tensor], files: Iterable[Path]) -> None:
-    """Raises NotRecordable unless the files hold each weight that the plan names, bit for bit."""
+    """Raises NotRecordable unless the files contain each weight that the plan names, bit for bit."""
     stored = mapped_tensors(files)
     for name in sorted(plan.used):
         parameter = parameters[name]
@@ -226,7 +227,7 @@ def _code() -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns only the values that JSON can hold unchanged."""
+    """Returns only the values that JSON can store unchanged."""
     plain = {}
     for name, value in values.items():
         with suppress(TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Checks at load that a batch gets the logits that each sequence gets alone, at near and far positions.
+"""Checks at load that each sequence gets the same logits in a batch as alone, at near and at far positions.
 
-The near check (``Trial``) compares a batch over pages with each sequence alone. The far check (``compare_far``)
-compares tokens after a long cache.
+The near check (``Trial``) compares batches over pages with each sequence alone. The far check (``compare_far``)
+compares tokens that follow a long cached sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlserver_torch_stream.errors import LoadFailed
 SMALL_PAGE = 4  # so small that a few tokens cross pages
 # Kernels work in blocks of up to 256 keys.
 _KERNEL_LENGTHS = (258,)
-# A factor for states, so large that weak states show too.
+# A factor for states that is so large that weak states are noticed too.
 _LARGE = -1000.0
 
 F = TypeVar("F", bound=Forward)
@@ -53,16 +53,16 @@ class SelfCheckResult:
 
     @property
     def spec(self) -> CacheSpec | None:
-        """The spec on all devices together; None if the model cannot be batched."""
+        """The spec of all devices together; None if the model cannot be batched."""
         return in_all(self.specs.values()) if self.problem is None else None
 
 
 @dataclass(eq=False)
 class SameLogits(Check[F]):
-    """Checks that a forward over pages gives the model's logits.
+    """Checks that a forward over pages reproduces the model's logits.
 
-    ``small_page`` is the page size near the beginning; far pages have ``page_size`` tokens. ``room`` is passed to
-    ``far_lengths``, ``dtype`` to ``ExpectedLogits``. ``trial`` is the newest trial.
+    The near check uses pages of ``small_page`` tokens, the far check pages of ``page_size`` tokens. ``room`` is passed
+    to ``far_lengths``, ``dtype`` to ``ExpectedLogits``. ``trial`` is the newest trial.
     """
 
     name: ClassVar[str] = "same logits"
@@ -86,7 +86,7 @@ class SameLogits(Check[F]):
     def _differing(self, forward: F, lengths: Sequence[int] = (), same_operations: bool = False) -> str | None:
         """Returns how much the logits differ and at which position; None if they agree.
 
-        Beside the sequence lengths that the config names, sequences of ``lengths`` tokens are compared.
+        The compared sequences have the lengths that the config suggests, and ``lengths`` tokens.
         """
         layout = CacheLayout(self.expected.model.config)
         trial = self.trial = Trial(
@@ -99,18 +99,18 @@ class SameLogits(Check[F]):
         return difference
 
     def result(self) -> SelfCheckResult:
-        """Returns the findings about a forward that has passed, for the engine."""
+        """Returns what the engine needs to know about a forward that has passed."""
         specs = {device: replace(spec, page_size=self.page_size) for device, spec in self.trial.cache.specs.items()}
         return SelfCheckResult(None, self.chunked, self.way, self.page_size, specs)
 
 
 class BatchedLogits(SameLogits[ModelForward]):
-    """Checks that a model, in one way of taking a batch, gives it the logits that each sequence gets alone."""
+    """Checks that a model, given batches in one form, computes the logits that each sequence gets alone."""
 
     name = "batched logits"
 
     def problem(self, candidate: ModelForward) -> str | None:
-        """Raises LoadFailed if a device is out of memory or lost, which is not the model's fault."""
+        """Raises LoadFailed if a device is out of memory or lost, because that is not the model's fault."""
         try:
             differing = self._differing(candidate, same_operations=self.way is Way.MASKED_ROWS)
             if differing is not None:
@@ -127,7 +127,7 @@ def check_batching(
     expected: ExpectedLogits | None = None,
     page_size: int = CPU_PAGE_SIZE,
 ) -> SelfCheckResult:
-    """Returns the first way of taking a batch that gives the model's logits: with chunks of prompts, else with whole
+    """Returns the first form of batches that reproduces the model's logits: with chunks of prompts, else with whole
     prompts.
 
     ``room`` is passed to ``far_lengths``. Raises LoadFailed as ``BatchedLogits`` does.
@@ -150,7 +150,8 @@ def check_batching(
 def check_generate(model: transformers.PreTrainedModel) -> None:
     """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
 
-    So an error that has nothing to do with batching ends the load. So does NaN, because NaN differs from itself.
+    So an error that has nothing to do with batching ends the load. NaN in the logits also ends the load, because NaN
+    fails every comparison of logits.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(
@@ -165,10 +166,11 @@ def check_generate(model: transformers.PreTrainedModel) -> None:
 
 
 def _moved(trial: Trial, forward: ModelForward) -> str | None:
-    """Returns how much the logits change if the batch's longest sequence claims to be the longest possible one.
+    """Returns how much the logits change if the model is told that the batch has a sequence of the maximum length.
 
-    The change is small if a model only scales its attention with positions, as Llama 4 does. In half precision,
-    rounding hides it from the comparison with each sequence alone. These two forwards differ in nothing else.
+    In models that only scale their attention with positions, such as Llama 4, the change is small, and in half
+    precision rounding hides it in the comparison with each sequence alone. The two forwards that are compared here
+    differ only in that length.
     """
     batch = trial.last
     more = comparable_context(trial.expected.model) - max(each.start for each in batch.sequences) - batch.tokens
@@ -185,10 +187,10 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
 
 
 def _forgotten(trial: Trial, forward: ModelForward) -> str | None:
-    """Says which states a chunk ignores: its logits stay the same whatever these states are. None if there are none.
+    """Says which kind of state a chunk ignores: one that changes no logits. Returns None if there is none.
 
-    Some models, such as Jamba, restart a recurrence with each call of more than one token, and rounding in half
-    precision can hide that.
+    Some models, such as Jamba, restart a recurrence in each call with more than one token, which rounding in half
+    precision can hide.
     """
     states = trial.cache.states
     if trial.comparison.is_exact or not trial.chunked or states is None:

@@ -1,7 +1,8 @@
 """Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
 
-Some prompts are computed in chunks and some whole. Sequences leave the batch, share a page, fork, and have several
-tokens verified in one step, as drafts are. Their pages are not adjacent, and a new page holds stale values.
+Some prompts are computed in chunks and some whole. Sequences leave the batch, share a page, fork, and get several
+tokens in one step, as when drafts are verified. The pages of a sequence are not adjacent, and new pages contain old
+values.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class TrialSequence:
 
 @dataclass(slots=True)
 class Trial:
-    """Runs the sequences and compares their logits. If ``chunked`` is true, prompts are cut and sequences share pages;
-    otherwise each prompt is computed whole.
+    """Runs the sequences and compares their logits. If ``chunked`` is true, prompts are computed in chunks and
+    sequences share pages; otherwise each prompt is computed whole.
 
     ``same_operations`` is passed to ``Comparison``.
     """
@@ -76,7 +77,7 @@ class Trial:
         return Comparison(self.expected.dtype, same_operations=self.same_operations)
 
     def run(self) -> tuple[str | None, TrialSequence]:
-        """Returns how much the logits differ, or None if they agree; and a short sequence that is still in the cache.
+        """Returns how much the logits differ, or None if they agree, and a short sequence that is still in the cache.
 
         In full precision the first difference ends the trial.
         """
@@ -97,9 +98,10 @@ class Trial:
         return self.comparison.difference or hidden, c
 
     def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> str | None:
-        """Returns how much a sequence's step changes after a step of another sequence; None if it does not change.
+        """Returns how much a sequence's logits change after another sequence has run; None if they do not change.
 
-        This finds states that a model hides in its modules: in half precision they can be too weak to show otherwise.
+        This finds states that a model keeps in its own modules. In half precision such states can be too weak to be
+        found otherwise.
         """
         first = self._tried(sequence)
         self._tried(other)
@@ -108,7 +110,7 @@ class Trial:
         return comparison.difference
 
     def _tried(self, sequence: TrialSequence) -> torch.Tensor:
-        """Returns the logits of the next token of a sequence, alone; the sequence stays as it is."""
+        """Computes a sequence alone and returns the logits of its next token; the sequence is not changed."""
         start = sequence.computed
         self._make_room(sequence, start + 1)
         copies = ((sequence.slot, SPARE_SLOT),) if sequence.slot >= 0 else ()
@@ -122,7 +124,7 @@ class Trial:
 
     @property
     def _goes_on(self) -> bool:
-        """Returns whether a sequence can continue from pages alone, by any number of tokens."""
+        """Returns whether a sequence can continue from its pages alone, with any number of tokens."""
         return self.chunked and not self.layout.has_states
 
     def _plan(self, a: TrialSequence, b: TrialSequence) -> list[tuple[int, int, int, int, int]]:
@@ -184,7 +186,7 @@ class Trial:
         return TrialSequence(ids, prompt, self._slots if self.layout.has_states else -1, tables)
 
     def _sharing(self, other: TrialSequence) -> TrialSequence:
-        """Returns a sequence that shares the first page of another sequence, which has filled that page already."""
+        """Returns a new sequence that shares the first page, which must be full, of another sequence."""
         size = self.page_size
         ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + _AFTER)]
         tables = [table[:1] for table in other.tables]
@@ -193,7 +195,7 @@ class Trial:
         return shared
 
     def _forked(self, other: TrialSequence) -> TrialSequence:
-        """Returns a sequence that continues another one with other tokens. The page that it writes to is copied."""
+        """Returns a new sequence that continues another one with different tokens, on a copy of the newest page."""
         ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(_AFTER)]
         tables = [list(table) for table in other.tables]
         fork = self._added(ids, other.prompt, tables)

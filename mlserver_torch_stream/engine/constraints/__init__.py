@@ -1,1 +1,1 @@
-"""Makes answers match a schema, an expression or a grammar, token by token."""
+"""Makes answers match a JSON schema, a regular expression or a grammar, token by token."""

@@ -1,11 +1,11 @@
-"""Runs compilations, one to three at a time, on threads with deep stacks, which end with the process.
+"""Compiles constraints, one to three at a time, on daemon threads with large stacks.
 
-The library recurses for each nested part and for each reference. The longest source that is accepted needs up to 64 MB
-of stack; with less the process would crash.
+llguidance recurses for each nested part and each reference. The longest source that is accepted needs up to 64 MB of
+stack; on a smaller stack the process would crash.
 
-The threads have normal priority. A thread of lower priority takes the interpreter's lock when its call of the library
-returns, but on a busy machine gets no core to run on, and all threads wait for the lock. Measured on 2026-11-23 with a
-nice value of 10: streams stood still for 0.2 to 0.5 s, and a compilation took five times as long.
+The threads have normal priority. When a thread of lower priority returns from the library, it gets the interpreter
+lock; on a busy machine it then gets no core, and all other threads wait for the lock. Measured on 2026-11-23 with a
+nice value of 10: streams stopped for 0.2 to 0.5 s, and a compilation took five times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STACK_BYTES = 2**28  # a thread's address space for its stack; only used pages 
 
 
 class Compilation(Future[_T]):
-    """The result of a compilation. ``begun`` is done once a thread has begun the compilation."""
+    """The future result of a compilation. ``begun`` is done once a thread has started the compilation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,16 +33,15 @@ class Compilation(Future[_T]):
 def threads_for(cores: int) -> int:
     """Returns how many constraints are compiled at a time.
 
-    If there are several cores, one is left to the streams, except while the spare thread compiles.
+    If there are several cores, one is left for the streams, except while the spare thread compiles.
     """
     return max(1, min(_MAX_THREADS, cores - 1))
 
 
 class CompileThreads(Generic[_T]):
-    """Runs at most ``threads`` threads, and a spare one, which compiles if none of the others has begun anything for a
-    second.
+    """Runs at most ``threads`` threads, and a spare one that compiles if the others have started nothing for a second.
 
-    The end of the process waits for none of them.
+    The process can end while these threads run.
     """
 
     def __init__(self, threads: int) -> None:
@@ -54,7 +53,7 @@ class CompileThreads(Generic[_T]):
         self._begun = 0  # compilations, except those in the spare thread
 
     def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
-        """Begins ``work`` when a thread is free. A compilation that is cancelled before that never begins.
+        """Runs ``work`` once a thread is free. A compilation that is cancelled before that never starts.
 
         Raises RuntimeError if no thread runs and none can be started.
         """
@@ -109,7 +108,7 @@ class CompileThreads(Generic[_T]):
 
 
 def finish(future: Future[_T], work: Callable[[], _T]) -> None:
-    """Runs the work, and sets its result or its error in the future."""
+    """Runs ``work``, and sets its result or its error in the future."""
     try:
         future.set_result(work())
     except BaseException as error:

@@ -1,7 +1,7 @@
 """Compiles the constraints of requests for the vocabulary of a model's tokenizer.
 
-Compiling takes up to seconds, so it runs in other threads. From a ``tokenizer.json`` llguidance would make a second
-tokenizer, which takes 17 MB for 49,000 tokens; here it calls the model's tokenizer instead.
+Compiling can take seconds, so it runs in other threads. From a ``tokenizer.json`` llguidance would make a second
+tokenizer, which takes 17 MB for 49,000 tokens. Here llguidance calls the model's tokenizer instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class TokenVocabulary:
 
 
 def _is_special(token: Any) -> bool:
-    """Returns whether llguidance must keep a token out of text, such as ``</think>``, marked as special or not."""
+    """Returns whether llguidance must keep a token out of text, such as ``</think>``, even if it is not marked as
+    special.
+    """
     content = str(token.content)
     return bool(token.special) or (content.startswith("<") and content.endswith(">"))
 
@@ -59,7 +61,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for a kind that llguidance does not
     know.
 
-    A tokenizer with a normalizer is copied: llguidance leaves the normalizers that add text out of its copy.
+    If the tokenizer has a normalizer, llguidance makes its own copy of it, without normalizers that add text.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -103,9 +105,9 @@ class ConstraintCompiler:
         self._threads: CompileThreads[CompiledConstraint] = CompileThreads(threads_for(read_host().threads))
 
     def prepare(self) -> LLTokenizer | str:
-        """Reads the vocabulary. It blocks all threads for 0.3 to 1 s, so the load of a model calls it.
+        """Reads the vocabulary. This blocks all threads for 0.3 to 1 s, so it is done when a model is loaded.
 
-        Returns the reason, a str, if structured output is not possible with this tokenizer.
+        Returns a str, which is the reason, if structured output is not possible with this tokenizer.
         """
         with self._preparing:
             if self._prepared is None:
@@ -115,7 +117,7 @@ class ConstraintCompiler:
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile what an answer must match, after reasoning between these marks if ``reasoning`` is given.
+        """Starts compiling an answer's constraint. Reasoning between the marks ``reasoning`` may precede the answer.
 
         The future may raise InvalidInput, which names the constraint's field.
         """
@@ -186,7 +188,7 @@ class ConstraintCompiler:
         return json.dumps({"grammars": grammars})
 
     def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
-        """Returns the text in pieces; each special token in it is replaced by its id."""
+        """Returns the text in pieces, in which each special token is replaced by its id."""
         pieces: list[str | int] = []
         for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
             if tokenizer.is_special_token(token_id):
@@ -213,7 +215,7 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
 
 
 def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
-    """Returns which tokens may come next. Raises InvalidInput if none may, or if the constraint is too complex."""
+    """Returns the tokens that may come next. Raises InvalidInput if there is none or the constraint is too complex."""
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         raise InvalidInput(field, _reason(matcher.get_error()))
@@ -223,7 +225,7 @@ def _checked_mask(matcher: LLMatcher, vocab_size: int, field: str) -> TokenMask:
 def _least_multiple(source: str) -> int:
     """Returns the least common multiple of all numbers after ``multipleOf``, without their factors 2 and 5.
 
-    The library's time and memory grow with it.
+    The library's time and memory grow with this number.
     """
     least = 1
     for text in dict.fromkeys(_MULTIPLE_OF.findall(source)):

@@ -28,7 +28,7 @@ _MAX_GBNF_RULES = 1000  # translating takes quadratic time: half a minute for 6,
 
 
 def grammar_of(constraint: Constraint) -> dict[str, Any]:
-    """Returns one grammar in llguidance's JSON format. Raises ValueError if the source does not fit its kind."""
+    """Returns the grammar in llguidance's JSON format. Raises ValueError if the source is not valid for its kind."""
     source = constraint.source
     if constraint.kind is ConstraintKind.JSON_OBJECT:
         return _only(LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON))
@@ -45,10 +45,11 @@ def grammar_of(constraint: Constraint) -> dict[str, Any]:
 def after_reasoning(
     grammar: dict[str, Any], end: str, end_id: int | None, begin: Sequence[str | int] | None
 ) -> list[dict[str, Any]]:
-    """Returns the grammars of any text up to and including the first ``end``, and of ``grammar`` after it.
+    """Returns grammars for any text up to and including the first ``end``, followed by ``grammar``.
 
-    ``end_id`` is the special token of ``end``; None if ``end`` is made of tokens of text. ``begin`` has pieces of text
-    and ids of special tokens: the text before ``grammar`` begins with them, or there is no such text.
+    ``end_id`` is the id of the special token ``end``; None if ``end`` consists of text tokens. ``begin`` has the
+    pieces, text or ids of special tokens, with which the text before ``grammar`` must begin; then that text may also be
+    missing.
     """
     if end_id is None:
         reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"
@@ -78,7 +79,7 @@ def _literal(text: str) -> str:
 
 
 def _lark(source: str) -> str:
-    """Returns the source in Lark's language; llama.cpp's GBNF is translated."""
+    """Returns the source as a Lark grammar; translates it if it is in llama.cpp's GBNF."""
     if source.count("::=") > _MAX_GBNF_RULES:
         raise ValueError(f"must have at most {_MAX_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:

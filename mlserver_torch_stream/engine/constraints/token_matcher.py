@@ -1,4 +1,4 @@
-"""Matches the tokens of one sequence with its compiled constraint, and says which may come next."""
+"""Matches the tokens of one sequence with its compiled constraint, and says which tokens may come next."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def mask_bytes(vocab_size: int) -> int:
 
 
 class TokenMatcher:
-    """Says which tokens the constraint allows next. All its methods run on the engine's thread.
+    """Says which tokens the constraint allows next. All methods run on the engine's thread.
 
     ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
-    consumed them already, so that the mask of the token after them can be computed before they are accepted.
+    already consumed these tokens, so that the mask of the token after them can be computed before they are accepted.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class TokenMatcher:
         end_ids: Collection[int],
         field: str,
     ) -> None:
-        """``matcher`` has already consumed ``forced``; after that it allows the tokens of ``first_mask``.
+        """``matcher`` has already consumed ``forced``; then ``first_mask`` says which tokens it allows.
 
         ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence. ``field`` is the
-        request's parameter that gave the constraint.
+        request parameter that set the constraint.
         """
         self._matcher = matcher
         self._field = field
@@ -66,7 +66,7 @@ class TokenMatcher:
         return self._stopped and not self.forced
 
     def accept(self, token_id: int) -> None:
-        """Takes the chosen token. Raises ConstraintTooComplex if the constraint becomes too complex."""
+        """Adds the chosen token. Raises ConstraintTooComplex if the constraint becomes too complex."""
         if self.forced:
             forced = self.forced.popleft()
             assert token_id == forced, "nothing else was possible"
@@ -90,7 +90,7 @@ class TokenMatcher:
         return drafts[: right + self._matcher.validate_tokens(list(drafts[right:]))]
 
     def mask(self) -> TokenMask:
-        """Returns which tokens may come next. Raises ConstraintTooComplex if that is too complex to compute."""
+        """Returns the tokens that may come next. Raises ConstraintTooComplex if computing them is too complex."""
         mask: TokenMask
         if self.forced:
             mask = np.zeros(self._bytes, dtype=np.uint8)
@@ -117,7 +117,7 @@ class TokenMatcher:
     def _settle(self) -> None:
         """Waits until no other thread uses the matcher.
 
-        An error in that thread occurs again when ``mask`` computes the mask.
+        An error in the other thread will occur again when ``mask`` computes the mask.
         """
         if self._computing is not None:
             self._computing.exception()
@@ -140,7 +140,7 @@ class TokenMatcher:
 
     @staticmethod
     def start_masks(matchers: Sequence[TokenMatcher], worker: Executor) -> None:
-        """Begins to compute the masks of the tokens after the forced ones, in another thread."""
+        """Starts computing, in another thread, the masks of the tokens after the forced ones."""
         lacking = [matcher for matcher in matchers if matcher._lacks_mask]
         if lacking:
             computing = worker.submit(_compute_all, lacking)
@@ -164,7 +164,7 @@ class CompiledConstraint:
     ``start`` is the library's matcher before the first token; only copies of it consume tokens.
 
     Each answer begins with the tokens ``forced``, and ``first_mask`` says which tokens may follow. ``vocab_size`` and
-    ``eos_ids`` are the tokenizer's. ``field`` is the request's parameter that gave the constraint. ``grammar`` is the
+    ``eos_ids`` are the tokenizer's. ``field`` is the request parameter that set the constraint. ``grammar`` is the
     constraint in llguidance's JSON format.
     """
 
@@ -177,7 +177,7 @@ class CompiledConstraint:
     grammar: str = ""
 
     def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
-        """Returns the matcher of a sequence, which a token of ``end_ids`` may end once the constraint is met."""
+        """Returns the matcher of a sequence. A token of ``end_ids`` may end the sequence once the constraint is met."""
         matcher = self.start.deep_copy()
         matcher.consume_tokens(list(self.forced))
         return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)

@@ -1,1 +1,1 @@
-"""Runs one call of a model on new tokens: transformers' forward, and its linear layers prepacked for CPUs."""
+"""Runs one call of a model on new tokens with transformers' forward, and prepacks its linear layers for CPUs."""

@@ -1,4 +1,4 @@
-"""Defines a forward: one call of a model on the packed new tokens of a batch, over pages."""
+"""Defines the interface of a forward: one call of a model on the packed new tokens of a batch, over pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MODELS_OWN = "transformers"  # the name of a model's own attention
 class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
-    ``argmax`` is the id of each row's first largest logit, over all columns of ``tensor``, or -1 if that logit is NaN
-    or infinite; None means that it is not computed. It may have more entries than ``tensor`` has rows. ``row_draw``
-    draws tokens on the threads of the forward; None means that torch draws them.
+    ``argmax`` has, for each row, the id of its first largest logit over all columns of ``tensor``, or -1 if that logit
+    is NaN or infinite; None means that it was not computed. It may have more entries than ``tensor`` has rows.
+    ``row_draw`` draws tokens on the forward's threads; None means that torch draws them.
     """
 
     tensor: torch.Tensor
@@ -36,8 +36,8 @@ class Logits:
 class Forward(Protocol):
     """Returns the logits of a batch. The next call may overwrite them.
 
-    It makes the batch's copies, and writes the keys and values of the new tokens to their pages. If it raises, those
-    pages can hold anything and the states are unchanged, so that the same tokens can be tried again.
+    A forward executes the batch's copies, and writes the keys and values of the new tokens to their pages. If a forward
+    raises, what it wrote to pages is undefined but the states are unchanged, so the same tokens can be tried again.
     """
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
@@ -45,23 +45,23 @@ class Forward(Protocol):
 
 
 class LoadedForward(Forward, Protocol):
-    """The forward of a loaded model, with what an engine asks of it."""
+    """The forward of a loaded model, with the properties that an engine needs."""
 
-    # Whether it has its own threads, which torch's threads would slow. It then calls no module of the model.
+    # Whether it has its own threads, which torch's threads would slow down. If so, it calls no module of the model.
     has_threads: bool = False
 
     @property
     def attention_name(self) -> str:
-        """The attention that it computes, in a word for metadata and metrics."""
+        """The name of its attention, one word for metadata and metrics."""
         ...
 
     @property
     def packs(self) -> bool:
-        """True if it computes all new tokens of a batch together, so that a few more tokens cost little."""
+        """True if the forward computes all new tokens of a batch together, so that a few more tokens cost little."""
         return True
 
     def reserve(self, cache: PagedCache) -> None:
-        """Allocates as much of a cache as it can before the first batch. Raises MemoryError."""
+        """Allocates as much of a cache as is possible before the first batch. Raises MemoryError."""
         return None
 
     def describe(self) -> str:

@@ -1,9 +1,9 @@
-"""Calls a transformers model on the new tokens of a batch, with the arguments that its forward takes.
+"""Calls a transformers model on the new tokens of a batch, with the arguments that its forward accepts.
 
-A model takes a batch in one of three ways; ``checks.selfcheck`` tries them and keeps the first that gives the model's
-logits. Packed: all tokens in one row. Rows, for models with states: each sequence with one new token is a row, and each
-chunk of a prompt runs alone. Rows with masks, for models whose attention cannot be replaced: the same rows, over
-gathered keys and values.
+A model gets a batch in one of three forms; ``checks.selfcheck`` tries them and keeps the first that reproduces the
+model's logits. In the packed form all tokens are in one row. In the form with rows, for models with states, each
+sequence with one new token is a row, and each chunk of a prompt runs alone. The form with rows and masks, for models
+whose attention cannot be replaced, has the same rows, with masks over gathered keys and values.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ModelForward(LoadedForward):
         way: Way = Way.PACKED,
         attention: PagedAttention | None = None,
     ) -> None:
-        """Replaces the model's attention; for rows with masks, restores the model's own attention.
+        """Replaces the model's attention, or restores the model's own attention for rows with masks.
 
-        If ``attention`` is None, torch's operators compute it. Raises CannotPage.
+        If ``attention`` is None, torch's operators compute attention. Raises CannotPage.
         """
         if way is Way.MASKED_ROWS:
             give_attention_back(model)
@@ -64,7 +64,7 @@ class ModelForward(LoadedForward):
         self._watched = None if (base := model.base_model) is model else base.register_forward_hook(self._see_states)
 
     def _see_states(self, base: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Keeps the device of the last hidden states: a tied head can be on another device than the last norm."""
+        """Records the device of the last hidden states: a tied head can be on another device than the last norm."""
         self._states_device = output[0].device
         if self._watched is not None:
             self._watched.remove()
@@ -91,10 +91,10 @@ class ModelForward(LoadedForward):
         return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
 
     def tried(self, batch: Batch, cache: PagedCache, more: int = 0) -> tuple[torch.Tensor, bool]:
-        """Returns the logits of sequences that fit one call. Their states stay unchanged.
+        """Returns the logits of sequences that fit in one call, and does not change their states.
 
-        The cache claims to have ``more`` tokens than it has. The second value says whether the model's code asks for
-        that number.
+        The cache reports ``more`` tokens in addition to those that it has. The second value says whether the model's
+        code reads that number.
         """
         step = ModelStep(batch, cache, self.way, self.attention, moved=more)
         return self._run(step), isinstance(step.cache, MovedCache) and step.cache.was_read
@@ -104,7 +104,7 @@ class ModelForward(LoadedForward):
         ids = packed_ids(batch, self.device)
         if self.way is Way.PACKED:
             if self._takes_rows:
-                # An index on the CPU fits every device, and is waited for.
+                # An index on the CPU works with every device, but the call then waits for the device.
                 device = self._states_device or torch.device("cpu")
                 return self._call(ids[None], step, logits_to_keep=from_host(batch.wanted_rows, device, torch.long))[0]
             return self._call(ids[None], step)[0, from_host(batch.wanted_rows, self._output_device, torch.long)]
@@ -118,8 +118,8 @@ class ModelForward(LoadedForward):
         return torch.cat([row[kept - each.wanted :] for row, each in zip(logits, batch.sequences, strict=True)])
 
     def _call(self, ids: torch.Tensor, step: ModelStep, **more: Any) -> torch.Tensor:
-        """Calls the model. ``more`` are arguments beside its ids, their positions and its cache."""
-        if self._takes_mask and self.way is Way.PACKED:  # without a mask, GPT-2 waits for the ids to look for padding
+        """Calls the model. ``more`` are arguments in addition to the ids, their positions and the cache."""
+        if self._takes_mask and self.way is Way.PACKED:  # else GPT-2 waits for the device to find padding in the ids
             more["attention_mask"] = torch.ones_like(ids)
         if self._takes_positions:
             more["position_ids"] = step.on(self.device).positions.reshape(ids.shape)
@@ -130,10 +130,9 @@ class ModelForward(LoadedForward):
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Returns neighbouring sequences with one new token, unless they are new, as one batch, and each other sequence
-    alone.
+    """Splits a batch. Consecutive sequences that only decode one token stay together; every other sequence is alone.
 
-    The order stays: a sequence may read pages that a sequence before it writes.
+    The order is kept, because a sequence may read pages that a sequence before it writes.
     """
     parts: list[Batch] = []
     for together, group in groupby(batch.sequences, lambda each: each.count == 1 and each.start > 0):
@@ -152,11 +151,12 @@ def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tenso
 
 
 def give_contiguous_states(model: transformers.PreTrainedModel) -> None:
-    """Copies the hidden states of a prompt's last token before the output embeddings take them.
+    """Makes the output embeddings copy the hidden states of a prompt's last token before they use them.
 
-    They are a slice ``[rows, 1, hidden]`` of the prompt's hidden states, with the prompt's strides. On a CPU torch
-    multiplies such a slice by copying the whole matrix: 95 ms for 49,152 tokens of 576 dimensions in bfloat16, where
-    the product takes 3 ms (torch 2.13, two cores with AMX). ``contiguous`` looks past the stride of a single row.
+    A prompt's last hidden states are a slice ``[rows, 1, hidden]`` of all its hidden states, with the same strides. To
+    multiply such a slice on a CPU, torch copies the whole weight matrix. The copy takes 95 ms for 49,152 tokens of 576
+    dimensions in bfloat16, and the product itself 3 ms (torch 2.13, two cores with AMX). The tensor method
+    ``contiguous`` would not help, because it ignores the stride of a single row.
     """
 
     def contiguous(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

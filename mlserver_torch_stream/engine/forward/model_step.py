@@ -1,4 +1,4 @@
-"""Provides one call of a transformers model with its cache over pages, its attention and its masks."""
+"""Provides the cache over pages, the attention and the masks for one call of a transformers model."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Positions = Callable[[torch.device], torch.Tensor]
 
 
 class SeenTokens(int):
-    """The number of tokens in the cache before a packed row, for the sequence that has the most.
+    """The number of cached tokens that a model sees before a packed row: that of the sequence that has the most.
 
-    Some models, such as Llama 4, add it to the indices of the row's tokens to get positions. That addition then gives
-    each token its own position.
+    Some models, such as Llama 4, compute positions by adding this number to the indices of the row's tokens. The class
+    changes this addition, so that its result is the right position of each token.
     """
 
     positions: Positions
@@ -88,7 +88,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         return pair
 
     def gave(self, key: torch.Tensor) -> bool:
-        """Returns whether ``update`` has returned this same tensor."""
+        """Returns whether ``update`` has returned this very tensor."""
         return self._newest_key() is key
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -123,11 +123,11 @@ class StepCache(Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """For each layer, whether it has no keys; masks are made for the first layer with keys."""
+        """Whether each layer has no keys. transformers makes masks for the first layer with keys."""
         return [not isinstance(each, PagesLayer) for each in self.layers]
 
     def layer_of(self, key: torch.Tensor) -> PagesLayer | None:
-        """Returns the layer whose ``update`` returned this same tensor; None if there is none.
+        """Returns the layer whose ``update`` returned this very tensor; None if there is none.
 
         Layers are called in order, so the search begins with the layer found last and the layer after it.
         """
@@ -141,10 +141,9 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class MovedCache(StepCache):
-    """A cache that claims to hold more tokens than it does, except to the code that makes masks, and records the
-    callers.
+    """A cache that reports more tokens than it has to all callers except the code for masks, and records who asks.
 
-    It shows whether a model's logits depend on the longest sequence of a batch.
+    This cache shows whether a model's logits depend on the longest sequence of a batch.
     """
 
     def __init__(self, layers: Iterable[object], more: int) -> None:
@@ -171,7 +170,7 @@ class MovedCache(StepCache):
 
 
 def _asker() -> str | None:
-    """Returns the module whose code called the method that called the caller of this function."""
+    """Returns the name of the module whose code asked the cache, which is three frames up."""
     frame = inspect.currentframe()
     for _ in range(3):
         frame = None if frame is None else frame.f_back
@@ -179,13 +178,12 @@ def _asker() -> str | None:
 
 
 def has_latents(module: nn.Module) -> bool:
-    """Returns True if an attention layer caches latents that ``expand_kv`` turns into keys and values, as MLA does."""
+    """Returns whether an attention layer caches latents, as MLA does, that ``expand_kv`` turns into keys and values."""
     return hasattr(module, "expand_kv") and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple[LayerPages, BatchTensors]:
-    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with tables of only these
-    pages."""
+    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with tables for these."""
     assert layer.keys is not None and layer.values is not None
     key = ("pages of latents", layer.group)
     if key not in batch.memo:
@@ -215,7 +213,7 @@ _CPU = torch.device("cpu")
 
 
 class Way(str, Enum):
-    """How a model takes the tokens of a batch."""
+    """The form in which a model gets the tokens of a batch."""
 
     PACKED = "packed"
     ROWS = "rows"
@@ -326,9 +324,9 @@ class ModelStep:
     # --- attention by masks ---
 
     def _columns(self, span: int | None) -> tuple[int, int]:
-        """Returns how many positions of each row a layer shows, and the first of them.
+        """Returns the number of positions per row that a layer returns, and the first of these positions.
 
-        Short rows are padded on the left.
+        Shorter rows are padded on the left.
         """
         shown = self._longest
         if span is not None:
@@ -336,7 +334,7 @@ class ModelStep:
         return shown, self._longest - shown
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
-        """Returns ``[rows, positions]``, 0 where a row is padded on the left; None if no row is padded."""
+        """Returns a mask ``[rows, positions]``, 0 where a row is padded on the left; None if no row is padded."""
         if all(each.length == self._longest for each in self.batch.sequences):
             return None
         lengths = self.on(device).lengths
@@ -355,7 +353,7 @@ class ModelStep:
         return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
 
     def _shown(self, group: int, tensors: BatchTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slots of the positions that a group shows, ``[rows, positions]``, and which are padding."""
+        """Returns the slots of the positions that a group returns, ``[rows, positions]``, and which are padding."""
         shown, _ = self._columns(self._pages.groups[group].span)
         oldest = [self._pages.groups[group].oldest_seen(each.start) for each in self.batch.sequences]
         first = torch.tensor(oldest, device=tensors.positions.device)[:, None]  # older pages are given back
@@ -371,4 +369,4 @@ def _narrower(window: int | None, other: int | None) -> int | None:
 
 
 class _NoLayer:
-    """Stands in for a layer of transformers' cache that holds nothing."""
+    """Replaces a layer of transformers' cache that holds nothing."""

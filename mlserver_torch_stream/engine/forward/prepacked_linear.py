@@ -1,9 +1,9 @@
 """Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
-It is for models that our own kernels do not know. At 16 rows a layer of a small model takes a third of the time of
-``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are private to torch. So every
-layer is compared with ``F.linear`` before it is packed, and the whole model before its own weights are freed. A linear
-layer does not depend on positions, so near positions suffice for that check.
+This is for models that our own kernels do not support. With 16 rows a layer of a small model takes a third of the time
+of ``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are private to torch. So the
+results of every packed layer are compared with ``F.linear``, and those of the whole model before its own weights are
+freed. A linear layer does not depend on positions, so it is enough to check the model at near positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlserver_torch_stream.engine.failures import in_a_line
 
 logger = logging.getLogger(__name__)
 
-# Rows that the layout is made for; measured good from 1 to 512.
+# The number of rows that the layout is made for; measured to be good from 1 to 512 rows.
 _ROWS = 16
 _CHECKED_ROWS = (1, 5, 40)
 # Two orders of summing bfloat16 products in float32 can differ by rounding: the result is bfloat16, which keeps 8 bits.
@@ -33,7 +33,7 @@ _MODEL_TOLERANCE = 0.2
 
 
 def pack_linears(model: transformers.PreTrainedModel) -> int:
-    """Packs the linear layers, frees their own weights and returns their number; 0, and no change, if a check fails."""
+    """Packs the linear layers, frees their own weights and returns their number; if a check fails, changes nothing."""
     if input_device(model).type != "cpu" or not torch.backends.mkldnn.is_available():
         return 0
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -62,7 +62,7 @@ def _refused(packed: _Packed, why: str) -> int:
 
 
 def _candidates(model: nn.Module) -> Iterator[nn.Linear]:
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves their weights about
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):  # accelerate moves these weights between devices
         return
     for module in model.modules():
         # No subclasses (quantised, sharded), and no layers whose forward was replaced.
@@ -80,7 +80,9 @@ class _Packed:
         self._released: list[tuple[nn.Linear, Tensor]] = []
 
     def take(self, layer: nn.Linear) -> None:
-        """Packs a layer. Raises ArithmeticError if its results differ, and the errors of the operators."""
+        """Packs a layer. Raises ArithmeticError if packing changes the layer's results, and the operators' own
+        errors.
+        """
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
         forward = partial(_linear, weight, layer.bias)
         for rows in _CHECKED_ROWS:
@@ -92,7 +94,7 @@ class _Packed:
         layer.forward = forward
 
     def release(self, model: nn.Module) -> None:
-        """Frees the weights that no other module uses, such as a tied embedding. Their shapes stay."""
+        """Frees the weights, except those that another module uses, such as a tied embedding. Their shapes stay."""
         owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
         for layer, packed in self._taken:
             if owners[id(layer.weight)] == 1:
@@ -112,7 +114,7 @@ def _linear(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
 
 
 def _logits(model: transformers.PreTrainedModel) -> Tensor:
-    """Returns the float32 logits ``[tokens, vocabulary]`` of a few tokens, of one call."""
+    """Returns the float32 logits ``[tokens, vocabulary]`` of a few tokens, computed in one call."""
     ids = torch.tensor([[(7 * i) % 97 + 1 for i in range(9)]]) % model.get_input_embeddings().weight.shape[0]
     logits: Tensor = model(ids, use_cache=False, return_dict=True).logits[0].float()
     return logits

@@ -1,1 +1,1 @@
-"""Loads models from files, once for all engines that share them, and checks them on their devices."""
+"""Loads models from files onto their devices, once for all engines that share a model, and checks them there."""

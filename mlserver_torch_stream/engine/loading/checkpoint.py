@@ -1,4 +1,4 @@
-"""Refuses a checkpoint whose files contradict each other before the model is built, and wrong weights afterwards.
+"""Refuses checkpoints: before the model is built if their files contradict each other, afterwards if weights are wrong.
 
 Model files are not trusted.
 """
@@ -36,7 +36,7 @@ _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 
 
 def check_folder(folder: Path) -> Tensors:
-    """Checks the JSON files and the headers of a folder. Returns its tensors; an empty mapping for pickles.
+    """Checks a folder's JSON files and headers. Returns the folder's tensors; none if the weights are pickles.
 
     Raises LoadFailed, which names the file and the field.
     """
@@ -62,7 +62,7 @@ def check_layers(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def check_bytes(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses a config whose vocabulary or experts need more bytes than the checkpoint has. Raises LoadFailed."""
+    """Refuses a config whose vocabulary or experts would need more bytes than the checkpoint has. Raises LoadFailed."""
     bits = sum(tensor.bits for tensor in tensors.values())
     for fields in _levels(config):
         width = next((fields[name] for name in _WIDTHS if type(fields.get(name)) is int), 1)
@@ -92,8 +92,8 @@ def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
 def check_loaded(model: nn.Module, info: Mapping[str, Collection[Any]], quantised: bool) -> None:
     """Checks transformers' report of a load, its ``output_loading_info``. Raises LoadFailed.
 
-    Tensors that the model does not use are refused if the others are wrong without them, such as scales and biases. Any
-    other unused tensors are named in one warning.
+    A tensor that the model does not use is refused if other weights are wrong without it, such as a scale or a bias.
+    One warning names all other unused tensors.
     """
     if missing := sorted(info["missing_keys"]):
         raise LoadFailed(f"the checkpoint lacks the weights {_first_names(missing)}")
@@ -112,7 +112,7 @@ def check_loaded(model: nn.Module, info: Mapping[str, Collection[Any]], quantise
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raises LoadFailed for a weight that is infinite or not a number. Weights on disk are not read."""
+    """Raises LoadFailed if a weight has infinite values or NaN. Weights offloaded to disk are not read."""
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             raise_if_cancelled()
@@ -178,7 +178,7 @@ def _check_quantisation(fields: Mapping[str, Any]) -> None:
 
 
 def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses dense weights that the config calls quantised, and quantised weights that it calls dense."""
+    """Refuses dense weights if the config says that they are quantised, and quantised weights if it does not."""
     own = next((fields["quantization_config"] for fields in _levels(config) if fields.get("quantization_config")), None)
     if own is None:
         packed = next((name for name, tensor in tensors.items() if re.match(r"F([68]_|4$)", tensor.dtype)), None)
@@ -197,7 +197,7 @@ def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
-    """Returns the safetensors files that transformers reads; none for pickles. Raises LoadFailed."""
+    """Returns the safetensors files that transformers reads; none if the weights are pickles. Raises LoadFailed."""
     return _named_files(folder, _read_object(folder / "config.json"))
 
 
@@ -240,7 +240,7 @@ def _header(file: Path) -> Tensors:
 
 
 def _is_needed(name: str, modules: Mapping[str, nn.Module], quantised: bool) -> bool:
-    """Returns whether the weights that the model uses are wrong without this tensor."""
+    """Returns whether ignoring this tensor would make other weights wrong."""
     path, _, leaf = name.rpartition(".")
     module = modules.get(path)
     scaled = _SCALE.search(leaf) is not None

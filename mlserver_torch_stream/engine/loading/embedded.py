@@ -1,4 +1,4 @@
-"""Finds the GGUF files of the models that are PyPI packages."""
+"""Finds the GGUF files of models that are distributed as PyPI packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMBEDDED = {
 
 
 def find_embedded(name: str) -> Path:
-    """Returns the GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to install it."""
+    """Returns the GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to install the model."""
     model = EMBEDDED.get(name)
     if model is None:
         raise LoadFailed(f"no embedded model {name!r}{did_you_mean_or_known(name, EMBEDDED)}")

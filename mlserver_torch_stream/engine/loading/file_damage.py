@@ -1,7 +1,7 @@
 """Reads the headers of weight files, and finds out which of a model's files is damaged.
 
 No weights are read. The search for damage runs only after a load has failed. A header that contradicts itself or the
-file's size is an error that names the file.
+file's size raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BITS = {**FLOATS, "I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16":
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file. ``dtype`` is spelt as in safetensors, such as ``BF16``."""
+    """A tensor of a file. ``dtype`` is the name that safetensors uses, such as ``BF16``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class StoredTensor:
 
     @property
     def bits(self) -> int:
-        """The size of all elements in bits; an element can be smaller than a byte."""
+        """The total size of the elements in bits, because an element can be smaller than a byte."""
         return self.elements * _BITS[self.dtype]
 
 
@@ -66,8 +66,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switches Python's garbage collector off inside: with a header of 130,000 tensors it stopped all threads for 0.6
-    s."""
+    """Switches off Python's garbage collector, which stopped all threads for 0.6 s at a header of 130,000 tensors."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +94,9 @@ def _tensors(file: Path, text: bytes, size: int) -> dict[str, StoredTensor]:
 
 
 def _end(file: Path, name: str, entry: Any) -> int:
-    """Returns where the tensor's bytes end. Raises LoadFailed if its entry contradicts itself."""
+    """Returns the offset at which the tensor's bytes end. Raises LoadFailed if the tensor's entry contradicts
+    itself.
+    """
     if not isinstance(entry, Mapping):
         raise LoadFailed(f"{file} is damaged: the entry of {name!r} in its header is not an object")
     dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -122,7 +123,7 @@ def find_damage(place: Path) -> str | None:
 
 
 def damage_of(file: Path) -> str | None:
-    """Describes the damage of a file; None if it is whole, or of an unknown kind."""
+    """Describes the damage of a file; None if the file is undamaged or its kind is unknown."""
     check = _CHECKS.get(file.suffix)
     if check is None:
         return None

@@ -1,6 +1,6 @@
-"""Reads a model's ``generation_config.json``: defaults of requests, rules of generation, fields without effect.
+"""Reads a model's ``generation_config.json``: defaults for requests, rules for tokens, and fields without effect.
 
-Fields that would have no effect are reported by name.
+Fields that have no effect here are reported by name.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _OFF: Mapping[str, Any] = {
 def generation_defaults(config: Any) -> dict[str, Any]:
     """Returns the defaults of the model's own generation config, under the names of request parameters.
 
-    transformers' defaults for absent fields (top-k 50, …) are not the model's. Without ``do_sample`` the model asks for
-    greedy decoding, and the other sampling fields have no effect.
+    Default values that transformers adds for absent fields (top-k 50, …) are not included. Without ``do_sample`` the
+    model is meant for greedy decoding, and the other sampling fields have no effect.
     """
     fields = _set_fields(config)
     defaults: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def generation_rules(config: Any) -> GenerationRules:
 
 
 def not_honoured(config: Any) -> list[str]:
-    """Returns the fields, with their values, that would change the tokens of ``generate`` but have no effect here."""
+    """Returns the fields, with their values, that change the results of ``generate`` but have no effect here."""
     known = {*_SAMPLED, *_RENAMED, *_RULES, *_HARMLESS}
     declared = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - known
     fields = _set_fields(config)
@@ -96,7 +96,7 @@ def _ids(ids: Any) -> tuple[int, ...]:
 
 
 def eos_token_ids(config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens of a generation config, which may be None, and of the tokenizer."""
+    """Returns the end tokens of a generation config and of the tokenizer. ``config`` may be None."""
     own = config.eos_token_id if config else None
     ids = list(own) if isinstance(own, list | tuple) else [own]
     return tuple(dict.fromkeys(int(token) for token in (*ids, tokenizer.eos_token_id) if token is not None))

@@ -1,7 +1,7 @@
-"""Loads GGUF files, and converts them once to an ordinary model folder, which later starts use.
+"""Loads GGUF files. Each file is converted once to an ordinary model folder, which later starts use.
 
-No process sees a half-written folder: it is written under another name and renamed. If two processes convert the same
-file, one waits for the other.
+No process sees a half-written folder, because it is written under another name and then renamed. If two processes
+convert the same file, one waits for the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
-UNUSED_SECONDS = 30 * 24 * 3600.0  # after which a conversion is deleted: each version of transformers makes its own
+UNUSED_SECONDS = 30 * 24 * 3600.0  # conversions unused for so long are deleted: each transformers version has its own
 _READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
 _SEAL = "checksums.json"  # holds the checksums of the other files of a folder
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
@@ -53,11 +53,11 @@ def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: b
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder with the converted file, and converts it first if the folder is absent or damaged.
+    """Returns the folder with the converted file; first converts the file if the folder is absent or damaged.
 
-    ``packed`` means that the weights stay blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
+    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
 
-    Returns None, after one warning, if the cache cannot be written: the caller loads the file itself (``load_gguf``).
+    Logs one warning and returns None if the cache cannot be written; then the caller loads the file with ``load_gguf``.
     """
     if (kept := kept_folder(gguf_file, cache_dir, dtype, packed)) is not None:
         return kept
@@ -84,7 +84,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
 def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
     """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``.
 
-    Raises LoadFailed if a tensor or a key of the file is missing, or has no place in the model.
+    Raises LoadFailed if the file lacks a tensor or a key, or has one that the model does not use.
     """
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
 
@@ -111,7 +111,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
 
 
 def _check_layers(gguf_file: Path) -> None:
-    """Refuses a file that names more layers than it has tensors: the model is built before any weight is looked up."""
+    """Refuses a file that names more layers than it has tensors: the model is built before any weight is read."""
     metadata, tensors = read_gguf_metadata(str(gguf_file))
     for key, count in metadata.items():
         if key.endswith(".block_count") and isinstance(count, int) and count > len(tensors):
@@ -128,18 +128,18 @@ def _target(gguf_file: Path, cache_dir: Path, dtype: str, packed: bool) -> Path:
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:
-    """Returns a key of the content, not of path and time, so that a new virtual environment finds old conversions."""
+    """Returns a digest of the content, not of path and time, so that a new virtual environment finds old
+    conversions.
+    """
     described = f"{FORMAT} {transformers.__version__} {dtype} {checksum(gguf_file)}"
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
 
 @contextmanager
 def _headers_parsed_once() -> Iterator[None]:
-    """While the context is open, gguf parses each file once. transformers parses it for tokenizer, config and weights
-    each.
+    """Makes gguf parse each file only once; transformers would parse it for the tokenizer, the config and the weights.
 
-    Measured on 2026-11-22 with the embedded model, whose header lists 49,000 tokens: each of five parses took 3.3 s of
-    Python.
+    Measured on 2026-11-22 with the embedded model, whose header lists 49,000 tokens: each of five parses took 3.3 s.
     """
     import gguf
 
@@ -179,7 +179,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Writes the checksums after the files are on the disk: after a power cut a file can be empty."""
+    """Writes the checksums once the files are on the disk: after a power cut a file can be empty."""
     sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
     (folder / _SEAL).write_text(json.dumps(sums), encoding="utf-8")
     for path in folder.iterdir():
@@ -197,7 +197,7 @@ def _is_whole(folder: Path) -> bool:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Holds the lock of a conversion, and logs that it waits for it."""
+    """Holds the lock of a conversion, and writes a log line if it has to wait for the lock."""
     lock = FileLock(f"{target}.lock")
     try:
         lock.acquire(blocking=False)
@@ -211,7 +211,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that no load has used for a long time. A lock file beside a folder marks a conversion."""
+    """Removes conversions that no load has used for a long time: folders that have a lock file beside them."""
     for lock in cache_dir.glob("*.lock"):
         folder = lock.with_suffix("")
         if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
@@ -220,7 +220,7 @@ def _forget_unused(cache_dir: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Removes the quantisation from the config: the weights are dense now, and load like any dense weights."""
+    """Removes the quantisation from the config, because the weights are now dense and load like any dense weights."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -228,7 +228,7 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """Makes a folder beside ``target`` and removes it at the end. Removes such folders of killed processes at once."""
+    """Makes a folder beside ``target``, and removes it at the end. First removes folders that killed processes left."""
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

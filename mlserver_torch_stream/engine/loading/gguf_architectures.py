@@ -1,7 +1,7 @@
-"""Maps each supported GGUF architecture to transformers' config and to the names of the tensors.
+"""Maps each supported GGUF architecture to transformers' config and parameter names.
 
-The config takes each key that it needs from the file; any other key is refused. Constants that llama.cpp has in its
-code, such as the scale of Gemma's largest model, are here too.
+Each key of the file that the config needs is read; any other key is refused. Constants in llama.cpp's code, such as the
+query scale of Gemma's largest model, are here too.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _STACKED = {
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One architecture. ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a
-    tensor's name to the layer's module.
+    tensor's name to a module of the layer.
 
-    ``permuted`` holds the names whose rows the converter has reordered within each head. ``norm_offset`` is the number
-    that the converter has added to the weights of norms.
+    ``permuted`` has the names of tensors whose rows the converter has reordered within each head. ``norm_offset`` is
+    the number that the converter has added to the weights of norms.
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -65,9 +65,9 @@ class Architecture:
     norm_offset: float = 0.0
 
     def parameters(self, layers: int) -> dict[str, str]:
-        """Returns transformers' parameter name for each tensor name, also for tensors that the file may lack.
+        """Returns transformers' parameter name for each tensor name, including tensors that the file may lack.
 
-        Tensors of one parameter are joined, in this order.
+        Several tensors with the same parameter are joined in the order of this mapping.
         """
         names = dict(_GLOBAL)
         for layer in range(layers):
@@ -79,7 +79,7 @@ class Architecture:
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Returns the architecture of a file. Raises LoadFailed if it is not supported."""
+    """Returns the architecture of a file. Raises LoadFailed if the architecture is not supported."""
     architecture = ARCHITECTURES.get(file.architecture)
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -91,7 +91,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def _llama(file: GgufFile) -> dict[str, Any]:
-    """Reads the config of Llama and of models with its layout: Mistral, SmolLM, and with experts Mixtral."""
+    """Reads the config of Llama and of models with its layout: Mistral, SmolLM and, with experts, Mixtral."""
     if file.take("expert_count", int):
         _refuse_single_experts(file)
         return _decoder(file, "mixtral") | {
@@ -103,9 +103,7 @@ def _llama(file: GgufFile) -> dict[str, Any]:
 
 
 def _smollm3(file: GgufFile) -> dict[str, Any]:
-    """Reads the config of SmolLM3. The file does not say which layers have no positions: every fourth layer has
-    none.
-    """
+    """Reads the config of SmolLM3. The file does not say that every fourth layer lacks rotary positions."""
     return _decoder(file, "smollm3") | {"no_rope_layer_interval": 4}
 
 
@@ -187,7 +185,7 @@ def _phi3(file: GgufFile) -> dict[str, Any]:
 
 
 def _decoder(file: GgufFile, model_type: str, partial: bool = False) -> dict[str, Any]:
-    """Returns the fields that all architectures share."""
+    """Returns the config fields that all architectures share."""
     hidden, heads = file.need("embedding_length", int), file.need("attention.head_count", int)
     context = file.need("context_length", int)
     if min(hidden, heads, context) < 1:
@@ -220,7 +218,7 @@ def _one_or_all(tokens: Mapping[int, None]) -> int | list[int] | None:
 
 
 def _layers(file: GgufFile) -> int:
-    """Returns the number of layers. Raises LoadFailed if the tensors have another number."""
+    """Returns the number of layers. Raises LoadFailed if the tensors show another number."""
     count = file.need("block_count", int)
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if blocks != set(map(str, range(len(blocks)))) or count != len(blocks):
@@ -248,10 +246,9 @@ def _refuse_single_experts(file: GgufFile) -> None:
 
 
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
-    """Returns the size by which queries are scaled.
+    """Returns ``query_pre_attn_scalar``, by whose square root queries are divided.
 
-    ``largest`` is the number of layers of the family's 27B model, the only model that does not scale by the head's
-    size.
+    The value is the head's size, except for the family's 27B model, which has ``largest`` layers.
     """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]

@@ -1,7 +1,7 @@
 """Reads a GGUF file's metadata and tensors, and records which of them a model uses.
 
-A key or a tensor that nothing uses is refused by name, because dropping it would change answers. The module is imported
-only when a file is read: the package gguf takes 5 MB.
+A file with an unused key or tensor is refused with its name, because ignoring it would change answers. The module is
+imported only when a file is read: the package gguf takes 5 MB.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NEUTRAL = {
 
 
 class GgufFile:
-    """The header of a GGUF file. In its methods ``key`` is a key of the architecture, without its prefix."""
+    """The header of a GGUF file. In its methods ``key`` is a key without the architecture's prefix."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LoadFailed for a file without a whole model, and gguf's own errors for a damaged header."""
+        """Raises LoadFailed for a file that is only a part of a model, and gguf's own errors for a damaged header."""
         reader = gguf.GGUFReader(str(path))
         self._fields = reader.fields
         self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
@@ -53,7 +53,7 @@ class GgufFile:
             )
 
     def take(self, key: str, kind: type[T]) -> T | None:
-        """Returns the value of a key; None if it is absent. A list of equal values, one for each layer, counts as one
+        """Returns the value of a key; None if it is absent. A list with the same value for each layer counts as one
         value.
 
         Raises LoadFailed if the value is of another type, negative, infinite or NaN.
@@ -72,7 +72,7 @@ class GgufFile:
         raise self.refused(key, f"is {str(value)[:80]} in place of one {kind.__name__}")
 
     def need(self, key: str, kind: type[T]) -> T:
-        """Returns the value of a key. Raises LoadFailed if it is absent or of another type."""
+        """Returns the value of a key. Raises LoadFailed if the key is absent or has another type."""
         value = self.take(key, kind)
         if value is None:
             raise self.refused(key, "is missing")
@@ -87,7 +87,7 @@ class GgufFile:
         return value
 
     def token_id(self, role: str) -> int | None:
-        """Returns the id of a special token, such as ``eos``. Raises LoadFailed if no token has it."""
+        """Returns the id of a special token, such as ``eos``. Raises LoadFailed if no token has this id."""
         name = f"tokenizer.ggml.{role}_token_id"
         value = self._contents(name)
         tokens = self.shape("token_embd.weight")[0]
@@ -108,7 +108,7 @@ class GgufFile:
         return [float(value) for value in gguf.dequantize(tensor.data, tensor.tensor_type).reshape(-1)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape as torch has it. Raises LoadFailed if the tensor is missing."""
+        """Returns the shape of a tensor in torch's order. Raises LoadFailed if the tensor is missing."""
         if name not in self.tensors:
             raise LoadFailed(f"the file lacks the tensor {name}")
         return shape_of(self.tensors[name])
@@ -119,7 +119,7 @@ class GgufFile:
         self._tensors_left -= set(tensors)
 
     def check_all_taken(self) -> None:
-        """Raises LoadFailed, which names the first key or tensor that nothing has used."""
+        """Raises LoadFailed if a key or tensor was not used; the error names the first unused one."""
         left = (key for key in sorted(self._keys_left) if key not in _NEUTRAL or self._value(key) != _NEUTRAL[key])
         if (key := next(left, None)) is not None:
             raise self.refused(key, f"is {str(self._value(key))[:80]}, which is not supported here")
@@ -129,7 +129,7 @@ class GgufFile:
             raise LoadFailed(f"the tensor {name}{also} is not supported here in the architecture {self.architecture}")
 
     def refused(self, key: str, why: str) -> LoadFailed:
-        """Returns the error for a key of this architecture with a value that cannot be served."""
+        """Returns the error for a key of this architecture whose value is not supported."""
         return LoadFailed(f"the key {self.architecture}.{key} {why}")
 
     def _value(self, key: str) -> Any:
@@ -149,5 +149,5 @@ class GgufFile:
 
 
 def shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
-    """Returns the shape as torch has it: a GGUF file lists the sizes in the other order."""
+    """Returns the shape in torch's order; a GGUF file lists the sizes in reverse."""
     return tuple(int(size) for size in reversed(tensor.shape))

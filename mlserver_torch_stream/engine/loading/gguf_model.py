@@ -1,6 +1,6 @@
-"""Reads a GGUF file as a config of transformers and the weights of its model. None may be missing or left over.
+"""Reads a GGUF file as transformers' config and weights. No weight may be missing or left over.
 
-No weight is read before each tensor has its place.
+No weight is read until each tensor has a place in the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from mlserver_torch_stream.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """One parameter of the model: tensors of the file that are joined, or zeros if there are none.
+    """One parameter of the model: one or more tensors of the file, joined, or zeros if there are none.
 
-    ``order`` is the file's row for each row; None means the file's order. ``offset`` is subtracted.
+    ``order`` has the file's row for each row of the parameter; None means the file's order. ``offset`` is subtracted
+    from the file's values.
     """
 
     parts: tuple[gguf.ReaderTensor, ...]
@@ -51,21 +52,21 @@ class GgufWeights:
 
     @property
     def blocks_shape(self) -> tuple[int, int] | None:
-        """The shape of ``blocks``; None if the weights are no matrix that comes from a single tensor."""
+        """The shape of ``blocks``; None unless the weights are a matrix that is a single tensor of the file."""
         if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
             return None
         rows, size = self.parts[0].data.shape
         return rows, size
 
     def blocks(self) -> Tensor:
-        """Returns the rows of a matrix as the file's bytes."""
+        """Returns the rows of a matrix as the bytes in the file."""
         data = self.parts[0].data
         return torch.from_numpy(np.array(data if self.order is None else data[self.order]))
 
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """A model in a GGUF file. ``model_class`` is transformers' class. ``weights`` are by parameter name."""
+    """A model in a GGUF file. ``model_class`` is transformers' class. The keys of ``weights`` are parameter names."""
 
     config: Any
     model_class: type
@@ -75,7 +76,7 @@ class GgufModel:
 def read_gguf_model(path: Path) -> GgufModel:
     """Reads a file.
 
-    Raises LoadFailed, which names the key or the tensor that is missing, unknown or of another shape.
+    Raises LoadFailed, which names the key or tensor, if one is missing, is unknown or has another shape.
     """
     file = GgufFile(path)
     architecture = architecture_of(file)
@@ -97,7 +98,7 @@ def read_gguf_model(path: Path) -> GgufModel:
 
 
 def read_gguf_config(path: Path) -> Any:
-    """Returns a file's config as transformers has it. Raises LoadFailed."""
+    """Returns transformers' config for a file. Raises LoadFailed."""
     file = GgufFile(path)
     if file.architecture in GGUF_ARCHS:
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -105,9 +106,9 @@ def read_gguf_config(path: Path) -> Any:
 
 
 def loads_by_transformers(path: Path) -> bool:
-    """Returns whether transformers' own loader reads the file's architecture without losing a tensor.
+    """Returns whether transformers' own loader reads the file's architecture and all its tensors.
 
-    Raises LoadFailed if that loader would ignore a key of the file; the error names the key.
+    Raises LoadFailed if transformers' loader would ignore a key of the file; the error names the key.
     """
     file = GgufFile(path)
     if file.architecture not in GGUF_ARCHS:
@@ -178,7 +179,7 @@ def _check_shape(tensor: str, has: tuple[int, ...], needs: tuple[int, ...]) -> N
 def _rotary_halves(rows: int, heads: int) -> np.ndarray[Any, Any]:
     """Returns the order of rows.
 
-    Dimensions that are rotated together are adjacent in the file, and half a head apart in transformers.
+    Two dimensions that are rotated together are adjacent in the file, and half a head apart in transformers.
     """
     order: np.ndarray[Any, Any] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return order

@@ -1,7 +1,7 @@
 """Keeps the tensors of a GGUF file as blocks of quantised weights, for kernels that multiply with such blocks.
 
-A folder holds the config, the tokenizer and ``packed.safetensors``: the blocks under transformers' names, their rows in
-transformers' order.
+A folder has the config, the tokenizer and ``packed.safetensors``, with the blocks under transformers' names and their
+rows in transformers' order.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ _FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A model with packed weights. ``model`` computes in float32, slowly. ``kinds`` says how many tensors have each
-    format.
+    """A model with packed weights. ``model`` computes slowly, in float32. ``kinds`` counts the tensors of each format.
 
-    ``dequantised`` names the tensors whose format the kernels lack, with that format. ``tensors`` are the file's
-    tensors.
+    ``dequantised`` maps tensors whose format the kernels lack to that format. ``tensors`` are the file's tensors.
     """
 
     model: Any
@@ -51,14 +49,14 @@ class PackedModel:
 
     @property
     def description(self) -> str:
-        """Says in the log how the weights are stored."""
+        """Describes for the log how the weights are stored."""
         packed = ", ".join(f"{kind} ({count} tensors)" for kind, count in self.kinds.items())
         left = ", ".join(f"{name} ({kind})" for name, kind in self.dequantised.items())
         return f"weights packed as in the file: {packed}" + (f"; dequantised: {left}" if left else "")
 
 
 def load_packed(folder: Path, config: Any = None) -> PackedModel:
-    """Loads a folder that ``write_packed`` has written. ``config`` replaces the folder's.
+    """Loads a folder that ``write_packed`` has written. ``config``, if given, replaces the folder's config.
 
     Raises NotPacked or LoadFailed.
     """
@@ -78,7 +76,7 @@ def load_packed(folder: Path, config: Any = None) -> PackedModel:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Returns the file's tensors by name, with blocks as bytes, and its metadata."""
+    """Returns the file's tensors by name, blocks as bytes, and the file's metadata."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
@@ -121,7 +119,7 @@ def _tie(model: Any) -> None:
 def write_packed(gguf_file: Path, folder: Path) -> None:
     """Writes the config, and the weights as unchanged blocks, to a folder for ``load_packed``.
 
-    Raises NotPacked, or LoadFailed as ``read_gguf_model`` does.
+    Raises NotPacked, and LoadFailed in the same cases as ``read_gguf_model``.
     """
     # Imported here: gguf takes 5 MB, and later loads do not need it.
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
@@ -151,7 +149,7 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of a safetensors file: its type there, the bytes of an element, its shape, and what reads it."""
+    """A tensor for a safetensors file: its type there, the bytes of an element, its shape, and its reader function."""
 
     dtype: str
     itemsize: int
@@ -164,7 +162,7 @@ class _Stored:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, _Stored], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file, of which one tensor is in memory at a time: safetensors' own function needs all."""
+    """Writes a safetensors file with one tensor in memory at a time; safetensors' own function needs all of them."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each tensor is aligned
     ends = list(accumulate(stored.bytes for _, stored in ordered))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}

@@ -1,4 +1,4 @@
-"""Reads the rotary positions of a GGUF file: the base, the scaling, and the factors of single frequencies.
+"""Reads a GGUF file's parameters for rotary positions: the base, the scaling, and factors for single frequencies.
 
 A value that transformers' rotary modules cannot express is refused by name.
 """
@@ -48,7 +48,7 @@ def _rotated(file: GgufFile, head_dim: int, partial: bool) -> int:
 def _scaling(file: GgufFile) -> dict[str, Any]:
     """Returns the scaling.
 
-    As in llama.cpp, a factor without a type means linear scaling, and type none ignores the factor.
+    As in llama.cpp, a factor without a type means linear scaling, and with the type none the factor is ignored.
     """
     kind = file.take("rope.scaling.type", str) or "linear"
     old = file.take("rope.scale_linear", float)
@@ -73,7 +73,7 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
 def _factors(file: GgufFile, count: int, context: int) -> dict[str, Any] | None:
     """Returns the divisors of the frequencies: for short and for long sequences, or one set for both (``rope_freqs``).
 
-    One set for both is how a file stores Llama 3.1's scaling, without that scaling's own parameters.
+    With one set for both, a file stores Llama 3.1's scaling, without the parameters of that scaling.
     """
     original = file.take("rope.scaling.original_context_length", int)
     attention = file.take("rope.scaling.attn_factor", float)

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a GGUF file, with the keys of the file that transformers' reader does not know."""
+"""Loads the tokenizer of a GGUF file, including the keys that transformers' reader does not know."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = {
 # transformers' reader, or with each digit alone before that.
 _AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat", "a.x-4.0", "mellum")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# A piece that is a whole token becomes that token, whatever the merges give; the file need not ask for a bos.
+# A piece of text that is a whole token becomes that token, whatever the merges say; the file need not ask for a BOS.
 _WHOLE_PIECES = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
@@ -34,9 +34,10 @@ _NOT_BY_AUTO = ("smollm3",)  # AutoTokenizer cannot read their config; the token
 
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:
-    """Loads the tokenizer. Raises LoadFailed for an unknown way to split text.
+    """Loads the tokenizer. Raises LoadFailed if the file names an unknown pre-tokenizer.
 
-    The special tokens are set from the file's ids: transformers 5.17 takes ``<|im_start|>`` for SmolLM2's end of text.
+    The special tokens are set from the file's ids, because transformers 5.17 uses ``<|im_start|>`` as SmolLM2's end of
+    text.
     """
     metadata, _ = read_gguf_metadata(str(gguf_file))
     cut = _way_to_cut(metadata)
@@ -60,7 +61,7 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 
 
 def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the value of ``pre`` for a byte-level vocabulary; None for other vocabularies, whose text is not
+    """Returns the value of ``pre`` if the vocabulary is byte-level; None for other kinds, for which text is not
     split.
     """
     if metadata.get(f"{_KEY}model") != "gpt2":

@@ -1,6 +1,6 @@
 """Loads a model onto the devices that the settings name.
 
-Blocks: call it in a thread.
+Loading blocks, so call these functions in a thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from mlserver_torch_stream.work_threads import raise_if_cancelled
 logger = logging.getLogger(__name__)
 
 # The weights' shares of a GPU's free memory; the rest is for the KV cache and activations. A larger share is better
-# than weights on the CPU, which every step moves to the GPU.
+# than weights on the CPU, because every step copies those to the GPU.
 GPU_WEIGHT_SHARES = (0.7, 0.9)
 _LEAST = GPU_WEIGHT_SHARES[0]
 # The part of a GPU that stays empty, because a layer is never split over GPUs.
@@ -69,10 +69,10 @@ _LOST_PER_GPU = 0.03
 
 
 def weight_share(weights: int | None, free: Sequence[int]) -> float:
-    """Returns the smallest share of these GPUs' ``free`` bytes that holds ``weights`` bytes, else the largest share.
+    """Returns the smallest share of the GPUs' ``free`` bytes in which ``weights`` bytes fit, else the largest share.
 
-    Weights beyond the share go to the CPU. If ``weights`` is None, their size is not known, and the smallest share is
-    taken.
+    Weights beyond the share go to the CPU. If ``weights`` is None because the size is unknown, the smallest share is
+    returned.
     """
     if weights is None:
         logger.info("weights may take %.0f %% of the GPUs: their size is not known before they are read", 100 * _LEAST)
@@ -92,8 +92,8 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
 def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
     """Returns the bytes of a model's weights in memory; None if its files do not say.
 
-    A folder's safetensors files say it for quantised weights too. Without them the number of weights follows from the
-    config, which is read with the ``options`` of ``from_pretrained``.
+    The size is read from a folder's safetensors files, even for quantised weights. Without such files it is computed
+    from the config, which is read with the ``options`` of ``from_pretrained``.
     """
     try:
         asked = None if dtype == "auto" else getattr(torch, dtype)
@@ -114,7 +114,7 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
 
 
 def _stored_bytes(file: Path, asked: torch.dtype | None) -> int:
-    """Returns the bytes of a safetensors file's tensors in the dtype ``asked``."""
+    """Returns the bytes that a safetensors file's tensors take in the dtype ``asked``."""
     return sum(_bytes_of(tensor, asked) for tensor in read_header(file).values())
 
 
@@ -134,9 +134,9 @@ nn.modules.module.register_module_parameter_registration_hook(lambda *_: raise_i
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to generate, with its tokenizer and the defaults of its files.
+    """A model that is ready to generate, with its tokenizer and the defaults from its files.
 
-    ``default_sampling`` is keyed by request parameter; the settings override ``generation_config.json``.
+    ``default_sampling`` maps request parameters to the values in the settings, or else in ``generation_config.json``.
     """
 
     model: Any
@@ -164,7 +164,7 @@ class LoadedWeights:
 
 
 def import_model_code() -> None:
-    """Imports transformers' modeling code, which imports torch's compiler and sympy, and takes 105 MB and some seconds.
+    """Imports transformers' modeling code, which also imports torch's compiler and sympy: 105 MB and some seconds.
 
     The imported objects are never freed, so the garbage collector is told to skip them from then on.
     """
@@ -198,7 +198,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
 
 
 def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
-    """Adds the tokenizer and the settings of one model to the weights."""
+    """Returns the model of these weights, with its tokenizer and the defaults from its files and settings."""
     settings = resolved.settings
     if ignored := not_honoured(weights.generation_config):
         logger.warning("The model's generation config has fields without effect here: %s", ", ".join(ignored))
@@ -300,7 +300,7 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
-    """Returns the kind of device that will compute with the weights, and their dtype."""
+    """Returns the type of device that will compute with the weights, and the weights' dtype."""
     device_map = settings.device_map
     places = device_map.values() if isinstance(device_map, dict) else (device_map,)
     gpu = torch.cuda.is_available() and not all(place in ("cpu", "disk") for place in places)
@@ -310,8 +310,7 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> dict[str, Any]:
-    """Returns the placement of the weights: the one in the settings, or else the first GPU, then the next GPUs, then
-    the CPU.
+    """Returns the placement of the weights: the one in the settings, else the first GPU, the other GPUs, then the CPU.
 
     ``weights()`` returns the bytes of the weights, or None.
     """

@@ -1,7 +1,7 @@
 """Finds the files of a model, and refuses models that are not causal language models.
 
-Finding the files blocks and may convert them, so call it in a thread. Some families of encoders also have a class for
-causal language models. With an encoder's weights its output would be nonsense.
+These functions block, and may convert a file, so call them in a thread. Some families of encoders also have a class for
+causal language models, whose output would be nonsense with an encoder's weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
 
 
 def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
-    """Finds a GGUF file whose weights are to stay packed; None if the settings do not ask for it. Raises LoadFailed."""
+    """Finds a GGUF file whose weights are to stay packed; None if no setting asks for that. Raises LoadFailed."""
     settings, source = resolved.settings, resolved.source
     if settings.weights != "packed":
         return None
@@ -60,14 +60,14 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
 
 
 def no_packed_weights(why: str) -> LoadFailed:
-    """Returns the error for a model whose weights should stay packed and cannot."""
+    """Returns the error for a model whose weights should stay packed but cannot."""
     return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
 
 
 def _on_our_kernels(settings: EngineSettings) -> bool:
-    """Returns whether these settings let our own kernels run on the CPU.
+    """Returns whether the settings allow our own kernels and place the model on the CPU.
 
-    Only these kernels read packed weights here.
+    Only our own kernels can compute with packed weights here.
     """
     return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
 
@@ -81,9 +81,9 @@ def refuse_other_kinds(config: Any) -> None:
 
 
 def _has_causal_weights(config: Any) -> bool:
-    """Returns whether the config names the class that would be loaded, or no class.
+    """Returns whether the config names the causal class that would be loaded, or names no class.
 
-    Even decoders can have ``is_decoder`` False.
+    The field ``is_decoder`` does not show this, because it can be False for decoders too.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
         return True  # transformers decides

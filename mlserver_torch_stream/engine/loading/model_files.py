@@ -1,4 +1,4 @@
-"""Names the files of a model, and turns a failure to load them into one line that says what the user can do."""
+"""Says where a model's files are, and turns a failure to load them into one line that says what the user can do."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allo
 class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
-    ``packed`` means that the folder holds a GGUF file's blocks. ``tensors`` are the tensors of a folder's safetensors
-    files.
+    ``packed`` means that the folder has the quantised blocks of a GGUF file. ``tensors`` are the tensors of a folder's
+    safetensors files.
     """
 
     location: str
@@ -41,7 +41,7 @@ class ModelFiles:
 def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:
     """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do.
 
-    ``place`` is the file or folder that it reads, whose damage may be the reason.
+    ``place`` is the file or folder that ``load`` reads; if it is damaged, the line says so.
     """
     try:
         return load()

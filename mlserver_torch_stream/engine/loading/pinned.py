@@ -1,4 +1,4 @@
-"""Pins the host memory of weights that a GPU computes with: copies from pageable memory are slower.
+"""Pins the host memory of offloaded weights that a GPU computes with, because copies from pageable memory are slower.
 
 Accelerate's hooks read a weight from a dictionary at every step; this module replaces the values there.
 """
@@ -43,11 +43,11 @@ def _free() -> int:
 def pin_offloaded(
     model: nn.Module, kind: str = "cuda", allocate: Allocate = _pinned, room: Room = _free, block: int = _BLOCK
 ) -> int:
-    """Pins the weights that each step moves from the host to a device of this kind, and returns the bytes pinned.
+    """Pins the weights that each step copies from the host to a device of this kind, and returns the pinned bytes.
 
-    Weights are copied into shared blocks of at most ``block`` bytes, or of one larger weight. Half of the host's free
-    memory stays free. If there is no room, or pinning fails, the remaining weights stay as they are. Tied weights stay
-    tied.
+    Weights are copied into shared blocks of at most ``block`` bytes; a larger weight gets a block of its own. Half of
+    the host's free memory stays free. If there is no room left, or pinning fails, the remaining weights are not
+    changed. Tied weights stay tied.
     """
     weights = _moved(model, kind)
     if not weights:
@@ -72,14 +72,14 @@ def pin_offloaded(
 
 
 def release_pinned() -> None:
-    """Frees the unused pinned memory that torch caches. Older versions of torch cannot do that."""
+    """Frees the unused pinned memory that torch caches, except with older versions of torch, which cannot do that."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None:
         empty()
 
 
 def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
-    """Returns the places where hooks find each weight; a tied weight has several."""
+    """Returns, for each weight, the places where hooks find it; a tied weight has several."""
     places: dict[tuple[Any, ...], list[Place]] = {}
     for module in model.modules():
         for hook in _offloading(module):
@@ -103,14 +103,14 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain(weight: Any) -> bool:
-    """Returns whether a weight can be pinned. Quantised weights, which consist of several tensors, cannot."""
+    """Returns whether a weight can be pinned. A quantised weight, which is several tensors, cannot be pinned."""
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
 
 
 def _resident(hook: Any, weight: torch.Tensor) -> bool:
-    """Returns whether a weight is tied to a weight on the device, which is then used for both.
+    """Returns whether a weight is tied to a weight on the device, so that the one on the device is used for both.
 
-    Accelerate compares addresses.
+    As in Accelerate, weights are tied if their addresses are equal.
     """
     return bool((hook.tied_params_map or {}).get(weight.data_ptr()))
 
@@ -121,7 +121,7 @@ def _tensor(places: list[Place]) -> torch.Tensor:
 
 
 class _Blocks:
-    """Copies tensors one after another, into as few blocks as ``total`` bytes of them need."""
+    """Copies tensors, ``total`` bytes in all, one after another into as few blocks as possible."""
 
     def __init__(self, total: int, allocate: Allocate, room: Room, most: int) -> None:
         self._ahead = total
@@ -132,7 +132,7 @@ class _Blocks:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the copy of a tensor; None if there is no room for it."""
+        """Returns the copy of a tensor; None if there is no room for a copy."""
         count = bytes_of(tensor)
         if count > len(self._block):
             size = max(_power(count), min(self._most, _power(self._ahead)))

@@ -1,6 +1,6 @@
-"""Reads and checks the placement of a model: layers and bytes on each device, modules of a device map.
+"""Reads a model's placement, the layers and bytes on each device, and checks the modules that a device map names.
 
-transformers accepts a device map that names modules which a model does not have, with a warning, and places the modules
+If a device map names modules that the model does not have, transformers only warns, and places the model's modules
 elsewhere; here such a map is refused.
 """
 
@@ -45,14 +45,14 @@ class DeviceShare:
 
 
 def check_tied(model: transformers.PreTrainedModel) -> None:
-    """Raises LoadFailed if only one of two tied weights is on disk: accelerate would not find it."""
+    """Raises LoadFailed if only one of two tied weights is on disk, because accelerate would not find it there."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
             raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
 
 
 def read_placement(model: transformers.PreTrainedModel) -> tuple[DeviceShare, ...]:
-    """Returns the share of each place of the map, in its order."""
+    """Returns the share of each place in the device map, in the map's order."""
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     entries: dict[tuple[str, str | None], list[str]] = {}
     for name, place in device_map.items():
@@ -62,7 +62,7 @@ def read_placement(model: transformers.PreTrainedModel) -> tuple[DeviceShare, ..
 
 
 def _brought_to(model: transformers.PreTrainedModel, name: str, place: Any) -> str | None:
-    """Returns the device that computes the weights at a place, if it is another device."""
+    """Returns the device that computes with the weights at a place, if it is another device."""
     module = _module(model, name)
     device = None if module is None else computing_device(module, place)
     return None if device == device_name(place) else device
@@ -77,7 +77,7 @@ def _held(
     for name in names:
         module = _module(model, name)
         tensors = [_tensor(model, name)] if module is None else [*module.parameters(), *module.buffers()]
-        # Tied weights are one tensor, and count where they are first.
+        # Tied weights are one tensor, which counts only at its first place.
         weights += sum(bytes_of(tensor) for tensor in tensors if id(tensor) not in seen)
         seen.update(map(id, tensors))
         paths = [name] if module is None else [path for path, _ in module.named_modules(prefix=name)]
@@ -89,7 +89,7 @@ def _held(
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns None for a parameter that the map places by itself."""
+    """Returns a module by name; None if the name is that of a parameter, which a map can place separately."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -105,7 +105,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor on this rank.
 
-    A quantised tensor has several parts; a rank holds a part of a split one.
+    A quantised tensor consists of several parts; of a tensor that is split over ranks, only this rank's part counts.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -116,12 +116,12 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def moved_bytes(placement: Sequence[DeviceShare]) -> int:
-    """Returns the bytes of the weights that each step moves to a device."""
+    """Returns the bytes of the weights that each step copies to a device."""
     return sum(held.weights for held in placement if held.brought_to is not None)
 
 
 def seconds_per_step(model: transformers.PreTrainedModel) -> float:
-    """Measures a forward of one token with all its moves, in seconds: the faster of two runs."""
+    """Measures the seconds of a forward of one token with all its copies of weights, as the faster of two runs."""
     token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     times = []
     for _ in range(2):
@@ -132,7 +132,7 @@ def seconds_per_step(model: transformers.PreTrainedModel) -> float:
 
 
 def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
-    """Describes the speed of a model whose weights are moved at each step."""
+    """Describes the speed of a model whose weights are copied to a device in each step."""
     moved = moved_bytes(placement)
     ways = dict.fromkeys(f"{held.place} to {held.brought_to}" for held in placement if held.brought_to)
     return (
@@ -145,7 +145,7 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
 def describe_placement(
     placement: Sequence[DeviceShare], specs: Mapping[torch.device, CacheSpec], size: CacheSize
 ) -> str:
-    """Describes each place, its part of the KV cache, and the bytes of a token there."""
+    """Describes each place, its part of the KV cache, and the bytes that a token takes there."""
     caches = [
         f"{device}: {format_bytes(size.bytes_of(spec))}, {format_bytes(spec.token_bytes)} a token"
         + (f" and {format_bytes(spec.state_bytes)} a sequence" if spec.state_bytes else "")
@@ -162,7 +162,7 @@ def no_room(
 ) -> str:
     """Returns why the KV cache has no room for one page of a sequence, with the bytes of each device.
 
-    ``asked`` are bytes that the settings give the cache; None means that the cache may take all bytes of ``free``.
+    ``asked`` is the size of the cache in the settings; None means that the cache may take all ``free`` bytes.
     """
     needs = [
         f"on {device} the first page of a sequence takes {format_bytes(spec.sequence_bytes(1))} "
@@ -186,8 +186,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **options: Any) -> None:
-    """Checks that each key of a device map names a module of the model. Raises LoadFailed for the first one that does
-    not.
+    """Raises LoadFailed for the first key of a device map that does not name a module of the model.
 
     ``place`` is the folder or hub id of the model. ``options`` are arguments of ``AutoConfig.from_pretrained``.
     """

@@ -1,7 +1,7 @@
 """Checks weights that transformers quantises: that the config is valid, can run here, and took effect.
 
-transformers ignores unknown keys, and dequantises if it has no kernel, with a warning at most. This module refuses
-both, and names the setting.
+transformers ignores unknown keys, and dequantises the weights if it has no kernel, and at most logs a warning. This
+module raises an error in both cases, which names the setting.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: to
 
 
 def _configs() -> Mapping[str, Any]:
-    """Returns transformers' config classes by method. Their import brings in transformers' modeling code."""
+    """Returns transformers' config classes by method. Importing them imports transformers' modeling code."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     configs: Mapping[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -76,7 +76,7 @@ def quantisation_method(fields: Mapping[str, Any]) -> str:
 
 
 def quieten(method: str) -> None:
-    """Silences LLM.int8, which warns in each layer of each step that it rounds other dtypes to float16."""
+    """Silences LLM.int8's warning, in each layer of each step, that it rounds other dtypes to float16."""
     if method.startswith("bitsandbytes"):
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_no_cast)
 
@@ -86,7 +86,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """Checks the package of a method that our tests cover; transformers checks the packages of other methods."""
+    """Checks that the package of a method that we test is installed; transformers checks this for other methods."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():
@@ -94,7 +94,7 @@ def _require(method: str) -> None:
 
 
 def _torchao_type(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Reads a class of torchao: its name, its name with arguments, or transformers' own spelling under ``default``."""
+    """Reads a torchao config class, given by name, by name and arguments, or in transformers' format (``default``)."""
     from torchao import quantization
     from torchao.core.config import AOBaseConfig, config_from_dict
 
@@ -138,12 +138,12 @@ def quantised_as(location: str, revision: str | None) -> str | None:
 
 
 def is_quantised(model: Any) -> bool:
-    """Returns whether one of transformers' quantisers has packed the model's weights."""
+    """Returns whether the model's weights are quantised by one of transformers' quantisers."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None:
-    """Raises LoadFailed if a model that should be quantised is dense, unless the settings ask for that."""
+    """Raises LoadFailed if a model that should be quantised is dense, unless the settings ask for dense weights."""
     if asked is not None and asked.get("dequantize") is True:
         return
     quantizer = getattr(model, "hf_quantizer", None)
@@ -160,7 +160,7 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
 
 
 def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
-    """Raises LoadFailed if a checkpoint that is quantised already keeps its own config instead of the settings'."""
+    """Raises LoadFailed if an already quantised checkpoint keeps its own config instead of that in the settings."""
     config_of_checkpoint = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     for key in asked if config_of_checkpoint is not None else ():
         own, wanted = getattr(config_of_checkpoint, key, None), getattr(config, key, None)
@@ -169,7 +169,7 @@ def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
 
 
 def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
-    """Returns whether the settings ask for a GGUF file's packed weights. Raises LoadFailed if they cannot be used."""
+    """Returns whether the settings ask to keep a GGUF file's weights packed. Raises LoadFailed if they cannot be."""
     if fields is None or fields.get("quant_method") != "gguf":
         return False
     if set(fields) != {"quant_method"}:
@@ -183,9 +183,9 @@ def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
 
 
 def rounding_dtype(model: transformers.PreTrainedModel) -> torch.dtype:
-    """Returns the dtype to which a loaded model's products are rounded, which may be coarser than the weights' dtype.
+    """Returns the dtype to which a loaded model's products are rounded; it may be coarser than the weights' dtype.
 
-    On CPUs with bfloat16 instructions bitsandbytes computes four-bit weights in bfloat16, whatever the model's dtype.
+    On CPUs with bfloat16 instructions, bitsandbytes multiplies four-bit weights in bfloat16 for every model dtype.
     """
     config = getattr(model.config, "quantization_config", None)
     four_bits = bool(getattr(config, "load_in_4bit", False))

@@ -1,6 +1,6 @@
-"""Loads the tokenizer of a model, and refuses files that the tokenizers library cannot survive.
+"""Loads the tokenizer of a model, and refuses files with which the tokenizers library would end the process.
 
-Works without torch. Where torch is installed, transformers imports it together with its tokenizers.
+It works without torch. If torch is installed, transformers imports torch together with its tokenizers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
 def _check_charsmap(file: Path) -> None:
     """Refuses a tokenizer.json whose charsmap declares more bytes than it has. Raises LoadFailed.
 
-    The tokenizers library would allocate that many bytes, and a failed allocation ends the process.
+    The tokenizers library would allocate the declared bytes, and a failed allocation ends the process.
     """
     text = file.read_bytes() if file.is_file() else b""
     if b"precompiled_charsmap" not in text and _ESCAPED_ASCII.search(text) is None:

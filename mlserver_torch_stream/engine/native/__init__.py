@@ -1,1 +1,1 @@
-"""Runs a decoder in one call of C++ kernels, which are compiled on this machine, for the layouts that they know."""
+"""Runs a whole decoder in one call of C++ kernels, for the model layouts that they support."""

@@ -1,6 +1,6 @@
-"""Compiles the kernels for this machine's CPU once, and keeps the library in the cache folder.
+"""Compiles the kernels once for this machine's CPU, and keeps the library in the cache folder.
 
-Opening a truncated library, such as a full disk or a broken copy leaves behind, kills the process with SIGBUS. So a
+Opening a truncated library kills the process with SIGBUS; a full disk or an interrupted copy can leave one behind. So a
 library with a wrong checksum is removed and never opened.
 """
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class NoKernels(Unsuitable):
-    """There are no kernels here; the message says why in one line."""
+    """Raised if the kernels cannot be opened or compiled here; the message says why in one line."""
 
 
 def compiled_library(
@@ -42,10 +42,10 @@ def compiled_library(
     target: Sequence[str] = THIS_CPU,
     seconds: float = _SECONDS,
 ) -> T:
-    """Returns the result of ``open_library`` for this compiler's library, compiled first if it is not in the cache.
+    """Returns the result of ``open_library`` for this compiler's library, which is compiled if it is not in the cache.
 
-    ``target`` are the compiler's options for the instructions that it may use. If there is no compiler, or if it fails,
-    another compiler's library for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
+    ``target`` are the compiler options that say which instructions it may use. If there is no compiler or it fails, a
+    library of another compiler for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
     NoKernels; ``open_library`` raises it too, for a library that cannot be used.
     """
     folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint(target)}"
@@ -83,7 +83,7 @@ def _version(compiler: str) -> str:
 
 
 def _fingerprint(target: Sequence[str]) -> str:
-    """Returns a key of all inputs of a compilation except the compiler: flags, CPU and sources."""
+    """Returns a digest of the inputs of a compilation except the compiler: flags, CPU and sources."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *target)).encode())
     digest.update(cpu_properties().encode())
     for source in sorted(SOURCES.iterdir()):
@@ -92,7 +92,7 @@ def _fingerprint(target: Sequence[str]) -> str:
 
 
 def cpu_properties() -> str:
-    """Returns the CPU's properties on which ``-march=native`` depends: different machines may share a cache folder."""
+    """Returns the CPU properties on which ``-march=native`` depends: different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def cpu_properties() -> str:
 def _compile(
     compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
 ) -> T:
-    """Compiles a library and opens it before it is kept, so that no other process can have replaced or removed it."""
+    """Compiles a library and opens it before moving it to the cache, where others could replace or remove it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
@@ -117,7 +117,7 @@ def _compile(
 
 
 def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder beside the kept libraries, so that a rename is enough, or a temporary folder."""
+    """Returns a folder beside the kept libraries, so that a rename is enough to keep one; else a temporary folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
@@ -132,7 +132,7 @@ def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """Returns the compiler's output. Raises NoKernels."""
+    """Runs the compiler and returns its output. Raises NoKernels."""
     compiler = command[0]
     try:
         # The compiler gets its own session, so that a timeout also ends the processes that it starts, such as cc1plus.

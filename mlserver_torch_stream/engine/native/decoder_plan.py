@@ -1,7 +1,7 @@
-"""Describes a decoder without its files' weights, as JSON and a few small tensors, and builds it from the description.
+"""Describes a decoder without its files' weights, as JSON and a few small tensors, and builds one from a description.
 
-A plan names rows of the files' tensors. Values that no file holds unchanged, such as factors of norms, are in the plan
-itself.
+A plan refers to weights as rows of the files' tensors. Values that are not in a file unchanged, such as the factors of
+norms, are in the plan itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROJECTIONS = ("qkv", "out", "gate_up", "down")
 class DecoderPlan:
     """A decoder without the weights in its files. ``structure`` can be written as JSON.
 
-    ``own`` are the tensors that no file holds. ``used`` are the names of the tensors in the files.
+    ``own`` are the tensors that are in no file. ``used`` are the names of the tensors in the files that it refers to.
     """
 
     structure: dict[str, Any]
@@ -35,9 +35,9 @@ class DecoderPlan:
 
 
 def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan:
-    """Returns the plan of a decoder, whose weights are rows of the files' ``tensors``.
+    """Returns the plan of a decoder whose weights are rows of the files' ``tensors``.
 
-    Raises UnsupportedLayout if its rotary module does more than ``RotaryAngles``, or if the decoder has other weights.
+    Raises UnsupportedLayout if the rotary module does more than ``RotaryAngles``, or if the decoder has other weights.
     """
     plan = DecoderPlan({})
     write = _PlanWriter(tensors, plan)
@@ -110,7 +110,7 @@ class _PlanWriter:
         return {"weights": [self.rows(weight) for weight in projection.weights], "biases": biases}
 
     def rows(self, of: Tensor | PackedRows) -> list[Any]:
-        """Returns a tensor's name, first row, number of rows and format of blocks; None names the plan's own."""
+        """Returns a tensor's name, first row, number of rows and block format; the name is None if no file has it."""
         data, kind = (of.data, of.kind) if isinstance(of, PackedRows) else (of, None)
         for name, whole in self.tensors.items():
             if not whole.numel():

@@ -1,7 +1,7 @@
-"""Weights as small integers, in groups of 32 neighbouring inputs with one or two scales, and perhaps a minimum.
+"""Represents weights as small integers, in groups of 32 inputs with one or two scales and perhaps a minimum.
 
-The kernels read int8, int4 and all formats of GGUF files in this one form. A weight is ``scale * (code - offset) +
-minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
+The kernels read int8 weights, int4 weights and those of all GGUF formats in this form. A weight is ``scale * (code -
+offset) + minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
-    """The memory layout of a panel's groups. ``number`` is the format's number in ``kernels/grouped.h``."""
+    """The memory layout of groups in a panel. ``number`` is the format's number in ``kernels/grouped.h``."""
 
     number: int
     bits: int
@@ -30,7 +30,7 @@ class GroupFormat:
 
     @property
     def offset(self) -> int:
-        """The code that stands for zero."""
+        """The code that stands for a weight of zero."""
         return 128 if self.bits == 8 else 0 if self.minimum else 8
 
     @property
@@ -74,7 +74,7 @@ class Groups:
     def as_format(self, format: GroupFormat) -> Groups:
         """Returns the same weights in ``format``.
 
-        The format must have at least as many bits and scales, and a minimum if these weights have minima.
+        ``format`` must have at least as many bits and scales, and a minimum if these weights have minima.
         """
         if format == self.format:
             return self
@@ -98,16 +98,15 @@ def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
 
 
 def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
-    """Returns the bytes of a matrix that is packed in panels."""
+    """Returns the bytes of a matrix in panels of this format."""
     return -(-outputs // PANEL) * -(-inputs // GROUP) * format.block_bytes
 
 
 def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
-    """Returns the order of rows in panels, ``[outputs]``: the row of each output in the stacked parts, which have
-    ``counts`` rows.
+    """Returns the row of each output of the panels, ``[outputs]``, in the stacked parts of ``counts`` rows.
 
-    -1 is an output that pads a panel. If ``interleaved`` is true, there are two parts, gates and ups, and each panel
-    has the same 16 rows of both.
+    The row is -1 for an output that pads a panel. If ``interleaved`` is true, the two parts are gates and ups, and each
+    panel has the same 16 rows of both.
     """
     rows = torch.arange(sum(counts))
     if not interleaved:
@@ -118,7 +117,7 @@ def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
 
 
 def pack_groups(groups: Groups, to: Tensor) -> None:
-    """Writes the panels of some outputs to ``to``, in bytes. Raises UnsupportedLayout for scales that float16 lacks."""
+    """Writes the panels of some outputs to ``to``, as bytes. Raises UnsupportedLayout for scales beyond float16."""
     format, missing = groups.format, -len(groups.codes) % PANEL
     padding = (0, -groups.codes.shape[1] % GROUP, 0, missing)
     codes = pad(groups.codes, padding, value=format.offset)

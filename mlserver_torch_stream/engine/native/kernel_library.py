@@ -1,4 +1,4 @@
-"""Opens the kernels for this CPU: a library from the wheel, else one that is compiled here.
+"""Opens the kernels for this CPU: a library from the wheel, or else one that is compiled here.
 
 A wheel for one kind of machine has a library for each variant; a source install has none.
 """
@@ -41,8 +41,8 @@ def open_kernels(
 ) -> tuple[T, str]:
     """Returns the result of ``open_library`` for the best kernels, and a name for them.
 
-    The variable MLSERVER_TORCH_STREAM_KERNEL can name the variant. Raises LoadFailed if this CPU does not run that
-    variant, and NoKernels if there is neither a library for this CPU nor a compiler.
+    The environment variable MLSERVER_TORCH_STREAM_KERNEL can name a variant. Raises LoadFailed if this CPU cannot run
+    that variant, and NoKernels if there is neither a library for this CPU nor a compiler.
     """
     forced = _forced(environ)
     for variant in runnable() if forced is None else (forced,):

@@ -1,7 +1,6 @@
-"""The CPU instruction sets, such as AVX2 or AVX512 with bf16, for which wheels have compiled kernels, and the variants
-that this CPU can run.
+"""Lists the CPU instruction sets for which wheels have compiled kernels, and finds those that this CPU can run.
 
-Imports the standard library alone: the build of a wheel reads this file without the package.
+This module imports only the standard library, because the build of a wheel uses the file without the package.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class KernelVariant:
     """One set of CPU instructions, such as AVX512 with bf16, that the kernels are compiled for.
 
     ``flags`` are the names in /proc/cpuinfo that a CPU must have. ``options`` are the options of GCC and clang.
-    ``zig_cpu`` is the same in the terms of zig, which compiles the libraries of wheels.
+    ``zig_cpu`` is the same for zig, which compiles the libraries of wheels.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Declares the kernels' C interface, structure by structure, and the threads that they run on.
+"""Declares the kernels' C interface, and chooses the threads that they run on.
 
-The caller keeps the memory that a structure points to alive. The kernels use libgomp's threads, because these spin for
-a while between the operators of a forward: a second pool would compete with them for the cores.
+The caller must keep alive the memory that a structure points to. The kernels use libgomp's threads, as torch does.
+After each operator libgomp's threads spin for a while, so a second pool would compete with them for the cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_MEMORY = 1  # a status of ``status_of`` in ``library.cpp``
 
 
 class KernelMatrix(Structure):
-    """A weight [n, k], packed in panels, its bias or null, and the number of its format."""
+    """A weight [n, k] that is packed in panels, its bias or null, and the number of its format."""
 
     _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("format", c_int64)]
 
@@ -31,8 +31,9 @@ class KernelMatrix(Structure):
 class KernelPackCall(Structure):
     """Rows of GGUF's blocks or of dense weights, and the panels that are made of them.
 
-    ``rows``: for each output of the panels the address of its row, or null, and the number of its kind of blocks.
-    ``groups``: groups of 32 inputs in a row; 32-bit words in a dense one. ``format``: of the panels.
+    ``rows`` has, for each output of the panels, the address of its row or null, and the number of its kind of blocks.
+    ``groups`` is the number of groups of 32 inputs in a row, or of 32-bit words in a dense row; ``format`` is the
+    format of the panels.
     """
 
     _fields_ = [
@@ -55,14 +56,16 @@ class KernelShape(Structure):
 
 
 class KernelNorms(Structure):
-    """The float32 weights of a layer's norms, padded to whole panels; null if the layer has no such norm."""
+    """The float32 weights of a layer's norms, padded to whole panels; null for each norm that the layer lacks."""
 
     NAMES = ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
     _fields_ = [(name, c_void_p) for name in NAMES]
 
 
 class KernelLayer(Structure):
-    """The weights of one decoder layer. ``rope`` is the number of its rotary table, from 1; 0 means no positions."""
+    """The weights of one decoder layer. ``rope`` is the number of the layer's rotary table, beginning with 1; 0 means
+    no rotary positions.
+    """
 
     _fields_ = [
         *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down")),
@@ -72,7 +75,7 @@ class KernelLayer(Structure):
 
 
 class KernelWeights(Structure):
-    """All weights of a decoder. ``embedding`` [vocab, hidden] is null where ``table`` holds the embedding instead."""
+    """All weights of a decoder. ``embedding`` [vocab, hidden] is null if the embedding is in ``table`` instead."""
 
     _fields_ = [
         ("layers", POINTER(KernelLayer)),
@@ -86,8 +89,8 @@ class KernelWeights(Structure):
 class KernelPages(Structure):
     """The pages of one layer, [pages, kv heads, page size, head dim] for keys and for values, in the model's type.
 
-    ``stride`` is the number of elements from one page to the next; ``group`` says which block tables the layer uses;
-    ``window`` is 0 if there is none.
+    ``stride`` is the number of elements from one page to the next. ``group`` says which block tables the layer uses.
+    ``window`` is 0 if the layer has no window.
     """
 
     _fields_ = [
@@ -100,7 +103,8 @@ class KernelPages(Structure):
 class KernelStep(Structure):
     """The new tokens of several sequences, their block tables, and where the logits [wanted, vocab] are written.
 
-    ``argmax`` [wanted] gets the id of each row's largest logit, or a negative number if the row is not finite.
+    The call sets ``argmax`` [wanted] to the id of each row's largest logit, or to a negative number if the row is not
+    finite.
     """
 
     _fields_ = [
@@ -127,8 +131,8 @@ class KernelDrawCall(Structure):
 class KernelPagesCall(Structure):
     """One attention call: the queries [tokens, heads, key dim], the output, the pages of a layer, and the block tables.
 
-    ``starts`` is the number of tokens in the pages before the step; ``ends`` says where the queries of each sequence
-    begin. Strides are in elements.
+    ``starts`` has the number of each sequence's tokens in the pages before the step; ``ends`` says where the queries of
+    each sequence begin. Strides are in elements.
     """
 
     _fields_ = [
@@ -176,7 +180,7 @@ _WORK = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Returns the kernels' functions with their types. Raises NoKernels.
+    """Returns the library, with the types of its functions declared. Raises NoKernels.
 
     A call releases the GIL while it runs. A call that fails raises MemoryError, or RuntimeError with the message of the
     C++ exception.
@@ -204,8 +208,9 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
 def torch_pool() -> int | None:
     """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 
-    The function is looked up in the global scope of symbols, as torch's libraries do: it belongs to the first OpenMP of
-    the process, which may be LLVM's or Intel's. A test then shows whether torch uses that library's number of threads.
+    The function is looked up in the global symbol scope, as torch's libraries do. The function found there belongs to
+    the OpenMP library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether that
+    library's number of threads is also torch's.
     """
     try:
         process = ctypes.CDLL(None)
@@ -217,9 +222,9 @@ def torch_pool() -> int | None:
 
 
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
-    """Returns whether setting the library's number of threads sets torch's.
+    """Returns whether setting the library's number of threads also sets torch's.
 
-    Each thread has its own number, so the test runs in a new thread and changes no other thread's number.
+    Each thread has its own setting, so the test runs in a new thread and changes no other thread's setting.
     """
     seen: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Computes paged attention by our own kernels, for every model on CPUs, on the threads of torch's operators."""
+"""Computes paged attention with our own kernels for any model on CPUs, on the threads of torch's operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Store
 class NativeAttention(PagedAttention):
     """Attention by our own kernels. Each call uses as many threads as torch has.
 
-    Torch's operators serve other devices and types.
+    For other devices and dtypes this attention uses torch's operators.
     """
 
     name = "kernels"

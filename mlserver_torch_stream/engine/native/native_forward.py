@@ -1,4 +1,4 @@
-"""Runs a model's forward in calls of our own kernels, over pages, and draws tokens there."""
+"""Runs a model's forward over pages in calls of our own kernels, which can also draw tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROW = struct.Struct("=qQqdddd")  # ``DrawnRow`` of ``draw.h``
 
 
 class NativeDraw:
-    """A ``RowDraw`` on the threads of the kernels' decoder.
+    """A ``RowDraw`` that runs on the threads of the kernels' decoder.
 
     No forward or other draw of the decoder may run during the call.
     """
@@ -63,7 +63,7 @@ _BYTES = 8  # the size of an element of the first two types
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Neighbouring tokens of a batch, as addresses of the arrays in the Step of ``kernels/model.h``."""
+    """Consecutive tokens of a batch, as addresses for the arrays of ``Step`` in ``kernels/model.h``."""
 
     sequences: int
     tokens: int
@@ -77,7 +77,7 @@ class BatchPart:
 
 
 class PackedBatch:
-    """The arrays of a batch, which it owns, except block tables that are int32 arrays already: these must not grow."""
+    """The arrays of a batch. Copies all but block tables that are already int32 arrays; these must not grow."""
 
     def __init__(self, batch: Batch, groups: int) -> None:
         sequences = batch.sequences
@@ -133,7 +133,7 @@ def _address(numbers: array[int]) -> int:
 
 
 def _as_array(table: Sequence[int]) -> array[int]:
-    """Returns the table as an array of int32, without a copy if it is one."""
+    """Returns the table as an int32 array, without a copy if it already is one."""
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
 
 
@@ -142,9 +142,9 @@ _MAX_TOKENS = 512
 
 
 class NativeForward(LoadedForward):
-    """The ``Forward`` of decoders that the kernels support. The next call overwrites its float32 logits.
+    """The ``Forward`` of decoders that the kernels support. Each call overwrites the float32 logits of the call before.
 
-    A sequence's logits are bitwise the same alone and in any batch, for any page size and any division of its prompt.
+    A sequence's logits are bitwise the same alone and in every batch, for every page size and division of its prompt.
     """
 
     has_threads = True
@@ -152,9 +152,9 @@ class NativeForward(LoadedForward):
     def __init__(
         self, model: Any, options: KernelOptions, rounded: Rounding | None = None, *, compares: bool = True
     ) -> None:
-        """Copies the weights of a model or of its ``Decoder``, rounded if a rounding is given.
+        """Copies the weights of a model or of a ``Decoder``; with ``rounded`` it also rounds them.
 
-        ``compares``: packed weights are compared with those that the kernels read; not if an earlier load has done so.
+        With ``compares`` the kernels' packed weights are compared with the model's; one load of a model has to do so.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """
@@ -179,7 +179,7 @@ class NativeForward(LoadedForward):
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
-        # A result holds the draw too, and may use it later.
+        # A result refers to the draw as well, and may call it later.
         weakref.finalize(self._draw, kernels.native_destroy, self._handle)
         # An example of a pool's tensors, for pools that no other forward has reserved.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
@@ -213,7 +213,9 @@ class NativeForward(LoadedForward):
         return self._result(rows)
 
     def _result(self, rows: int) -> Logits:
-        """Returns the first rows of logits. All steps use the same memory, so the tensor is made only once."""
+        """Returns the first ``rows`` rows of logits. All steps use the same memory, so the tensor of logits is made
+        only once.
+        """
         if (result := self._results.get(rows)) is None:
             result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax, self._draw)
         return result
@@ -236,7 +238,7 @@ class NativeForward(LoadedForward):
         cache.reserve(self._like, self._allocate)
 
     def _point_at(self, cache: PagedCache) -> None:
-        """Describes the pools of a cache to the kernels. A cache keeps its pools for as long as it lives."""
+        """Tells the kernels where the pools of a cache are. A cache never replaces its pools."""
         self._cache = None  # if a pool cannot be reserved, the next step describes all pools again
         self._step.page_size = cache.page_size
         self.reserve(cache)

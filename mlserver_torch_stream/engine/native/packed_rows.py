@@ -1,6 +1,6 @@
-"""The weights of one projection or embedding as the blocks of a GGUF file, and the modules that hold them.
+"""Holds the weights of a projection or an embedding as blocks of a GGUF file, and defines modules over them.
 
-A module computes in float32, a few rows at a time. That is slow, and serves as the reference for the kernels.
+A module computes in float32, a few rows at a time. These modules are slow, and serve as the reference for the kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _AT_ONCE = 1 << 20  # weights that are held in float32 at a time
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A block format of GGUF: its ``number`` in ``kernels/pack.h``, the weights and bytes of a block, and how blocks
-    become groups."""
+    """A block format of GGUF: its ``number`` in ``kernels/pack.h``, a block's weights and bytes, and how to
+    convert it.
+    """
 
     number: int
     weights: int
@@ -51,8 +52,9 @@ class PackedRows:
         return self._of.number
 
     def sampled(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights of some inputs, ``[outputs, columns]`` in float32, and the largest magnitude of each
-        output in the blocks of these inputs, ``[outputs, 1]``."""
+        """Returns the weights of some inputs, float32 ``[outputs, columns]``, and each output's largest magnitude in
+        the blocks of these inputs, ``[outputs, 1]``.
+        """
         width = self._of.weights
         blocks = self.data.view(len(self.data), -1, self._of.bytes)
         places = torch.arange(len(columns)) * width + columns % width
@@ -82,7 +84,7 @@ class PackedRows:
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
-    """A linear layer over packed rows. ``weight`` has their shape, and no values."""
+    """A linear layer over packed rows. ``weight`` has the shape of the unpacked rows, but no values."""
 
     def __init__(self, rows: PackedRows, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
-    """An embedding over packed rows, times ``scale``. ``weight`` has their shape, and no values."""
+    """An embedding over packed rows, times ``scale``. ``weight`` has the shape of the unpacked rows, but no values."""
 
     def __init__(self, rows: PackedRows, scale: float = 1.0) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
 
 
 def embedding_scale(module: nn.Module) -> float:
-    """Returns the factor by which an embedding multiplies its rows, measured by a call. Raises UnsupportedLayout."""
+    """Calls an embedding to measure the factor by which it multiplies its rows. Raises UnsupportedLayout."""
     if isinstance(module, PackedEmbedding):
         return module.scale
     if isinstance(module, nn.Embedding) and len(list(module.parameters())) == 1:
@@ -136,12 +138,12 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Returns the low halves of 16 bytes, then their high halves."""
+    """Returns the low four bits of 16 bytes, followed by their high four bits."""
     return torch.cat((packed & 15, packed >> 4), 1)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Returns the bits of 4 bytes, each as 16 or 0."""
+    """Returns the bits of 4 bytes, each as 0 or 16."""
     return ((packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1) << 4
 
 
@@ -168,7 +170,7 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the scales and minima of a block's eight groups, which have six bits each."""
+    """Returns the scales and minima, of six bits each, of a block's eight groups."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | (first >> 6 << 4)), 1)
@@ -177,7 +179,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
-    """Returns the low halves of each 32 bytes, then their high halves."""
+    """Returns the low four bits of each 32 bytes, followed by their high four bits."""
     parts = packed.view(len(packed), -1, GROUP)
     return torch.stack((parts & 15, parts >> 4), 2).flatten(1)
 

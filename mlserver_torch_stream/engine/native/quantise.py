@@ -1,6 +1,6 @@
 """Rounds dense weights to int8 or int4, in groups of 32 inputs, and back.
 
-int8 is symmetric, as GGUF's Q8_0 is; int4 has a minimum for each group, as Q4_1 has.
+int8 is symmetric, like GGUF's Q8_0; int4 has a minimum for each group, like Q4_1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 512  # rows at a time: a float32 copy of the whole head may be larger th
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The formats to which a model's dense weights are rounded. The head may also be the embedding."""
+    """The formats to which a model's dense weights are rounded. A tied embedding has the head's format."""
 
     layers: GroupFormat
     head: GroupFormat
@@ -48,7 +48,7 @@ def quantise(weight: Tensor, format: GroupFormat) -> Groups:
 
 
 def round_weights(decoder: Decoder, rounding: Rounding) -> None:
-    """Rounds the projections of the model itself, in place and in their own dtype."""
+    """Rounds the projections of the model itself, in place; they keep their dtype."""
     for projection in decoder.projections:
         format = rounding.head if projection is decoder.head else rounding.layers
         for weight in projection.weights:

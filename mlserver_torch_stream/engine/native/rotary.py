@@ -22,7 +22,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles:
-    """Computes the cosines and sines of transformers' rotary modules of the static kinds, without their code.
+    """Computes the same cosines and sines as transformers' rotary modules of static kinds, without their code.
 
     ``frequencies`` have the shape ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
     """
@@ -39,7 +39,7 @@ class RotaryAngles:
 
 @dataclass(frozen=True, slots=True)
 class KindRotary:
-    """The part of a rotary module of transformers for one kind of layers, such as layers with a window."""
+    """The part of transformers' rotary module for one kind of layer, such as layers with a window."""
 
     module: Any
     kind: str
@@ -61,15 +61,15 @@ class KindRotary:
 
 @dataclass(frozen=True, slots=True)
 class LayerRotary:
-    """The ropes of a model whose layers use different ropes."""
+    """The rotary embeddings of a model whose layers use different ones."""
 
     ropes: tuple[Rotary, ...]
 
 
 def angles_of(rotary: Any) -> list[RotaryAngles]:
-    """Returns the angles of each rope of a rotary module.
+    """Returns the ``RotaryAngles`` of each rope of a rotary module.
 
-    Raises UnsupportedLayout if the angles do not give the module's results bit for bit.
+    Raises UnsupportedLayout if the results of these differ from the module's in any bit.
     """
     return [_angles_of(rope) for rope in (rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,))]
 
@@ -83,7 +83,7 @@ def _angles_of(module: Any) -> RotaryAngles:
 
 
 class RotaryTable:
-    """The cosines and sines of all positions so far, in float32.
+    """The cosines and sines of all positions used so far, in float32.
 
     ``cos`` and ``sin`` have the shape ``[positions, ropes, rotated dimensions / 2]``. The table grows when a sequence
     needs it.

@@ -1,7 +1,7 @@
-"""Reads a model's modules as a decoder of the Llama layout, or names the difference.
+"""Reads a model's modules as a decoder of the Llama layout, or says where the model differs from it.
 
-Every parameter must have a place in the layout, norms and activations are recognised by their results, and every field
-of the config must be a known one. The check at load finds any other difference.
+Every parameter must have a place in the layout, and every field of the config must be known. Norms and activations are
+recognised by their results. The check at load finds any other difference.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
         *("dtype", "architectures", "transformers_version", "id2label", "label2id", "problem_type"),
     )
 )
-# Values with which other fields and keys have no effect. None has this meaning for all of them.
+# Values with which other fields and keys have no effect. None is such a value for all of them.
 _OFF: Mapping[str, Any] = {
     "chunk_size_feed_forward": 0,
     "is_encoder_decoder": False,
@@ -62,7 +62,7 @@ _ROPE = frozenset(
 def unknown_field(config: Any) -> str | None:
     """Returns the first field or rope key that may change the model's results, with its value; None if there is none.
 
-    Only fields that the config's class declares count: its model cannot depend on other keys of a checkpoint.
+    Only fields that the config's class declares are checked, because the model's code cannot depend on other keys.
     """
     if getattr(config, "is_heterogeneous", False):
         return "per_layer_config"
@@ -72,7 +72,7 @@ def unknown_field(config: Any) -> str | None:
 
 
 def _ropes(keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields the keys of a rope, or of the ropes of each kind of layers."""
+    """Yields the keys of a rope, or of the ropes for each kind of layer."""
     for name, value in keys:
         yield from value.items() if isinstance(value, Mapping) else ((name, value),)
 
@@ -101,7 +101,7 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix ``[outputs, inputs]`` and perhaps a bias, both as parts to be stacked."""
+    """A matrix ``[outputs, inputs]`` and perhaps a bias, both in parts that are to be stacked."""
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
@@ -111,7 +111,7 @@ class Projection:
 class DecoderLayer:
     """The weights of one decoder layer.
 
-    ``norms`` holds the float32 factors of the layer's norms by role: "before_mlp" and so on, "query" and "key".
+    ``norms`` has the float32 factors of the layer's norms by role, such as "before_mlp" or "query".
     """
 
     qkv: Projection
@@ -140,7 +140,7 @@ class DecoderNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model in the form that the kernels need."""
+    """A model's weights and constants in the form that the kernels need."""
 
     layers: tuple[DecoderLayer, ...]
     embedding: Tensor | PackedRows
@@ -153,27 +153,25 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of activations and of the cache."""
+        """The dtype of activations and of the cache."""
         return torch.bfloat16 if isinstance(self.embedding, PackedRows) or self.packed else self.embedding.dtype
 
     @property
     def packed(self) -> bool:
-        """True if projections have packed weights; then the dense tensors are in float32."""
+        """True if any projection has packed weights; then the dense tensors are in float32."""
         parts = (weight for projection in self.projections for weight in projection.weights)
         return any(isinstance(part, PackedRows) for part in parts)
 
     @property
     def table(self) -> Projection | None:
-        """The embedding as a matrix, if its rows are packed and the head has other weights."""
+        """The embedding as a matrix, if its rows are packed and not the head's rows; otherwise None."""
         if isinstance(self.embedding, Tensor) or self.embedding is self.head.weights[0]:
             return None
         return Projection((self.embedding,), (None,))
 
     @property
     def projections(self) -> list[Projection]:
-        """All projections: the head, the projections of each layer, and the embedding if it is packed apart from the
-        head.
-        """
+        """All projections: the head, those of each layer, and the embedding if it has packed rows of its own."""
         layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
         return [self.head, *layers, *([] if self.table is None else [self.table])]
 
@@ -217,13 +215,13 @@ def read_decoder(model: Any) -> Decoder:
 
 @dataclass(slots=True)
 class _StructureReader:
-    """Reads modules. Records the parameters that it has seen, and the values that all layers must share."""
+    """Reads modules, and records the parameters that it has seen and the values that all layers must share."""
 
     parameter_ids: set[int] = field(default_factory=set)
     noted: dict[str, set[Any]] = field(default_factory=dict)
 
     def shared_values(self) -> dict[str, Any]:
-        """Returns the noted values, each by its name. Raises UnsupportedLayout if layers differ in a field."""
+        """Returns the recorded values by name. Raises UnsupportedLayout if layers have different values."""
         for name, values in self.noted.items():
             if len(values) != 1:
                 raise UnsupportedLayout(f"layers differ in {name}: {sorted(values, key=str)}")
@@ -253,8 +251,7 @@ class _StructureReader:
     def layer(self, layer: Any, kinds: Sequence[str]) -> DecoderLayer:
         """Reads a layer.
 
-        ``kinds`` are the kinds of layers, in the order of their ropes; an empty value means that all layers have the
-        same rope.
+        ``kinds`` are the kinds of layers, in the order of their ropes; it is empty if all layers have the same rope.
         """
         attention, mlp = self.child(layer, "self_attn"), self.child(layer, "mlp")
         norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES
@@ -304,7 +301,7 @@ class _StructureReader:
         return norms
 
     def norm(self, module: Any, name: str) -> Tensor:
-        """Returns the factors of an RMS norm, measured by a call: ``weight``, or ``1 + weight`` in some families."""
+        """Calls an RMS norm to measure its factors: ``weight`` or, in some families, ``1 + weight``."""
         norm = self.child(module, name)
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
         weight = getattr(norm, "weight", None)
@@ -341,7 +338,7 @@ def _activation(function: Any) -> str:
 
 
 def _rotary(base: Any) -> tuple[Rotary | LayerRotary, Sequence[str]]:
-    """Returns the rotary module, and the kinds of layers if it has a rope for each."""
+    """Returns the rotary module, and the kinds of layers if each kind has its own rope."""
     rotary: Any = getattr(base, "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if isinstance(kind, dict) and kind and all(each in _STATIC_ROPE for each in kind.values()):
@@ -363,7 +360,7 @@ def _rope(attention: Any, kinds: Sequence[str]) -> int:
 
 
 def _same_factors(config: Any) -> bool:
-    """Returns whether "longrope" treats sequences of all lengths alike, as for a Llama in a GGUF file."""
+    """Returns whether "longrope" has the same factors for all sequence lengths, as for a Llama in a GGUF file."""
     rope = config.rope_parameters
     return bool(rope["short_factor"] == rope["long_factor"])
 

@@ -1,1 +1,1 @@
-"""Decodes over several devices at once: each has a part of the layers, and each computes another batch."""
+"""Decodes on several devices at once: each has a part of the layers and computes a different batch."""

@@ -1,11 +1,11 @@
 """Runs forwards of several batches at the same time, each in a thread of its own.
 
-Each forward has a key and a batch; it waits for the forwards whose pages its batch reads.
+Each forward has a key and a batch, and waits for the forwards that write the pages that the batch reads.
 
-Batches in flight have no sequence in common, so they share only what the scheduler lets several sequences read: pages
-of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
-several sequences hold is copied before it is written. No other sequence writes a page that a sequence in flight reads,
-except the source of a copy after its sequence has given it back.
+Batches in flight have no sequence in common, so they share only pages that the scheduler lets several sequences read:
+those of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
+several sequences hold is copied before it is written. While a sequence in flight reads a page, no other sequence writes
+it. The only exception is the source page of a copy, once the sequence that held this page has given it back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Use:
 
 
 class BatchesAhead(Generic[K]):
-    """Holds the pages that each batch in flight writes and copies, by the batch's key."""
+    """Records the pages that each batch in flight writes and copies, by the batch's key."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -99,22 +99,21 @@ T = TypeVar("T")
 
 
 class BatchAheadFailed(Exception):
-    """A forward did not run, because another forward failed to write pages that its batch reads."""
+    """Raised if a forward did not run, because another forward failed to write pages that its batch reads."""
 
 
 class InFlightForwards(Generic[K, T]):
-    """Runs forwards, of which the caller launches at most ``most`` at once. One thread calls all methods.
+    """Runs up to ``most`` forwards at once; the caller launches no more. One thread calls all methods.
 
-    The forwards run while that thread goes on (``overlap``). Their threads are daemons: Python would wait at its end
-    for the threads of an executor, and one may hang.
+    The forwards run while the calling thread continues (``overlap``). Forwards run in daemon threads, because a forward
+    may hang, and at exit Python would wait for the threads of an executor.
     """
 
     overlap = True
     called_at_launch = False  # a thread calls the forward after ``launch`` has returned
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
-        """``threads`` is the number of torch's threads in each forward's thread, which would otherwise use all
-        cores."""
+        """``threads`` is torch's number of threads in each forward's thread, where torch would use all cores."""
         self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
@@ -129,7 +128,7 @@ class InFlightForwards(Generic[K, T]):
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         """Runs ``work``, the forward of ``batch``.
 
-        Threads take forwards in the order of launch, so that no forward waits for one that has no thread yet.
+        Forwards start in the order in which they were launched, so none waits for a forward that has no thread yet.
         """
         ahead = [self._away[other] for other in self._ahead.add(key, batch)]
         done: Future[T] = Future()
@@ -147,7 +146,7 @@ class InFlightForwards(Generic[K, T]):
         self._waiting.put(run)
 
     def completed(self) -> list[tuple[K, Future[T]]]:
-        """Waits for a forward to complete, and returns all that have completed."""
+        """Waits until a forward has completed, and returns all that have completed."""
         back = [self._completed.get()]
         while not self._completed.empty():
             back.append(self._completed.get())

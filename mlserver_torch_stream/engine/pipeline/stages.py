@@ -1,12 +1,12 @@
 """The stages of a device map: the locks that order batches in them, and the copies between devices.
 
-Copies have their own streams: on the default stream of the source GPU, the copy of a batch would wait until that GPU
+Copies have their own streams, because on the source GPU's default stream the copy of a batch would wait until that GPU
 has computed the next batch. One thread runs the model's whole forward; hooks on the modules of the device map take the
 locks of the stages, so the model's code need not be split.
 
-With ``serial_python`` only one thread runs Python at a time, until it waits for the next stage or for its device. torch
-releases the interpreter lock in every operation: threads that compete for it wake each other each time, and a stage's
-1.4 ms of Python took 4 ms beside three others (benchmarks/LOG.md).
+With ``serial_python`` a thread runs Python alone, until it waits for the next stage or for its device. Without
+``serial_python``, threads compete for the interpreter lock, which torch releases in every operation, and wake each
+other each time: a stage's 1.4 ms of Python took 4 ms beside three other stages (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlserver_torch_stream.engine.watchdog import FairLock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """The modules that one device computes. They need not be consecutive: a tied head is on the embedding's device.
+    """The modules that one device computes. Modules need not be consecutive: a tied head is on the embedding's device.
 
     ``finish`` returns when the device has completed this thread's work.
     """
@@ -44,7 +44,7 @@ class Stage:
 
 
 def read_stages(model: transformers.PreTrainedModel) -> tuple[Stage, ...]:
-    """Returns the stages in the order of the map; at most one if one device computes everything."""
+    """Returns the stages in the order of the device map; at most one if one device computes everything."""
     modules_on: dict[str, list[nn.Module]] = {}
     for name, place in (getattr(model, "hf_device_map", None) or {}).items():
         try:
@@ -65,7 +65,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module, or the children of a container, whose ``forward`` is never called."""
+    """Yields the module or, for a container, its children, because a container's ``forward`` is never called."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         for child in module.children():
             yield from _called(child)
@@ -84,7 +84,7 @@ def _device(modules: list[nn.Module]) -> torch.device:
 class Transfers:
     """Copies tensors between devices.
 
-    Has two streams per GPU, for copies and for work on outputs; none for a single GPU.
+    If there are several GPUs, each has two streams: one for copies and one for work on outputs.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -115,8 +115,7 @@ class Transfers:
         return value
 
     def _copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copies a tensor without waiting for its source: a batch leaves a stage only after the stage's GPU has
-        computed it."""
+        """Copies a tensor without waiting for the source GPU: a batch leaves a stage only when its GPU is done."""
         source, target = self._streams[value.device], self._streams[device]
         with torch.cuda.stream(source), torch.cuda.stream(target):
             copied = value.to(device, non_blocking=True)
@@ -134,8 +133,8 @@ T = TypeVar("T")
 class Pipeline:
     """The stages of one copy of the weights, which several engines can use.
 
-    Each thread has ``threads`` threads of torch. ``serial_python`` does not suit models whose code waits for a device
-    midway: all other forwards would wait too.
+    Each of our threads uses ``threads`` torch threads. ``serial_python`` is not for models whose code waits for a
+    device midway, because all other forwards would wait too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
@@ -154,8 +153,7 @@ class Pipeline:
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:
-        """Runs ``forward``, which waits before each stage until the stage is free, and leaves the last stage
-        afterwards."""
+        """Runs ``forward``, which waits before each stage until the stage is free, and then frees the last stage."""
         position = self._here.position = _StagePosition(self._python)
         try:
             return forward()
@@ -170,7 +168,7 @@ class Pipeline:
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Waits for the stage inside ``run``. Outside of it, in the checks at load, no other forward runs."""
+        """Inside ``run``, waits for the stage. Outside of ``run``, as in the checks at load, no other forward runs."""
         # The stage that this thread's forward has reached.
         position: _StagePosition | None = getattr(self._here, "position", None)
         if position is None:
@@ -182,7 +180,7 @@ class Pipeline:
 class _StagePosition:
     """The stage of one forward.
 
-    To avoid deadlocks, a forward never holds two stages, nor the Python lock while it waits.
+    To avoid deadlocks, a forward never holds the locks of two stages, and does not hold the Python lock while it waits.
     """
 
     def __init__(self, python: FairLock | None) -> None:
@@ -197,12 +195,12 @@ class _StagePosition:
         self.leave()
         self._stage_lock.enter_context(stage.lock)
         self._stage = stage
-        # Only now: a model's inputs go to its first device, and wait there for the batch before.
+        # Taken only now, because a model's inputs go to its first device and wait there for the previous batch.
         if self._python is not None:
             self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
-        """Frees the stage for the next forward, after the device is done: queued work would delay that forward."""
+        """Waits until the device is done, and then frees the stage: queued work would delay the next forward."""
         stage, self._stage = self._stage, None
         self._python_lock.close()
         with self._stage_lock.pop_all():

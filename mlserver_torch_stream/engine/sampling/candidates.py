@@ -1,7 +1,7 @@
 """Draws a token from each row's filtered distribution: temperature, then top-k, top-p, min-p, typical-p.
 
-Only the largest logits of a row are sorted. A row that needs more, which is rare, is drawn again among more logits, and
-in the end among all. The numbers are fixed, so a row does not depend on its neighbours.
+Only the largest logits of a row are sorted. In the rare case that a row needs more logits, it is drawn again among more
+of them, and finally among all. The numbers of logits are fixed, so a row does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from mlserver_torch_stream.engine.devices import from_host
 from mlserver_torch_stream.engine.sampling.row_sampler import FEW, RowSampler, gumbel
 
 FAILED = -1  # no finite logit to choose from
-# No token yet: the filters keep more than the candidates, or, from a ``RowDraw``, rounding could change it.
+# No token yet: the filters keep more than the candidates or, in a ``RowDraw``, rounding could change the token.
 UNDECIDED = -2
 _TAIL = -3  # an unfiltered row chose a token beyond the candidates
 
-_WIDTHS = (FEW, 1024)  # with FEW: a table of few allowed tokens gives the same token as the whole row
+_WIDTHS = (FEW, 1024)  # FEW is one of them, so that a table of few allowed tokens gives the same token as the whole row
 _TAIL_COUNTER = 1 << 62  # a noise counter that is not a token id
 
 
 class RowDraw(Protocol):
-    """Draws a token for each row from unchanged ``logits``, float32 on a CPU; ``indices`` are the rows of the logits.
+    """Draws a token for each of ``rows``. ``logits`` are float32 on a CPU and are not changed.
 
-    The token is the one that ``draw`` returns, or ``UNDECIDED``.
+    ``indices`` are the rows of ``logits`` to draw from. The result for a row is the token that ``draw`` returns, or
+    ``UNDECIDED``.
     """
 
     def __call__(self, logits: torch.Tensor, indices: Sequence[int], rows: Sequence[RowSampler]) -> list[int]: ...
@@ -40,10 +41,10 @@ def draw(
     """Returns one column for each row, or ``FAILED``.
 
     ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
-    the columns, if the columns are not the vocabulary. Each filter keeps the same set as in transformers, but all
-    values tied at the boundary, so that the set depends on the row alone. If the columns are the vocabulary,
-    ``row_draw`` draws first, except for rows that are ``drawn_unchanged``, which it has already drawn from the
-    forward's logits.
+    the columns, if the columns are not the vocabulary. Each filter keeps the same set as in transformers, but with all
+    values that are tied at the boundary, so that the set depends only on the row. If the columns are the vocabulary,
+    ``row_draw`` draws first. It is not called for rows that are ``drawn_unchanged``, because it has already drawn these
+    from the forward's logits.
     """
     vocab_size = work.shape[1]
     chosen = [UNDECIDED] * len(rows)
@@ -60,7 +61,7 @@ def draw(
 def _resolve(
     work: torch.Tensor, rows: Sequence[RowSampler], chosen: list[int], width: int, ids: torch.Tensor | None
 ) -> None:
-    """Draws the rows without a token for which the ``width`` largest logits can be enough."""
+    """Draws tokens for the rows that have none yet and for which the ``width`` largest logits may suffice."""
     everything = width == work.shape[1]
     todo = [i for i, row in enumerate(rows) if chosen[i] == UNDECIDED and (everything or _may_fit(row, width))]
     if todo:
@@ -104,7 +105,7 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids:
         head = values > values[:, -1:]  # values equal to the last candidate belong to the tail
         keep = torch.where(free[:, None], head, keep)
         open_ended = open_ended & ~free
-    # All tokens beyond the candidates take part as one token, which has the last column of ``noise``.
+    # All tokens beyond the candidates compete as one token, which has the last column of ``noise``.
     counters = columns if ids is None else ids.gather(1, columns)
     tail = torch.full((len(rows), 1), _TAIL_COUNTER, device=work.device)
     noise = gumbel([row.noise_key for row in rows], torch.cat([counters, tail], dim=1))
@@ -121,7 +122,8 @@ def _draw_among(work: torch.Tensor, rows: Sequence[RowSampler], width: int, ids:
 def _largest(work: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the ``width`` largest logits of each row, in descending order, and their columns, [n, width].
 
-    On a CPU numpy's partition and sort are vectorised: 1,024 logits of 16 rows of 49,152 take 1.5 ms instead of 6.9 ms.
+    On a CPU numpy does this, because its partition and sort are vectorised: finding 1,024 logits in each of 16 rows of
+    49,152 takes 1.5 ms instead of 6.9 ms.
     """
     if width <= FEW or work.device.type != "cpu":
         values, columns = work.topk(width, dim=-1)
@@ -140,8 +142,7 @@ def _column(like: torch.Tensor, values: list[float]) -> torch.Tensor:
 def _rest(
     work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the weight of all tokens beyond the candidates, float32 [n], relative to the largest; 0 for rows that
-    ignore it."""
+    """Returns the total weight of the tokens beyond the candidates, float32 [n], relative to the largest weight."""
     rest = torch.zeros(len(rows), device=work.device)
     needing = [i for i, row in enumerate(rows) if not row.top_k and (row.top_p < 1.0 or _unfiltered(row))]
     if not needing or ids.shape[1] == work.shape[1]:
@@ -155,7 +156,7 @@ def _rest(
 
 
 def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Returns the smallest scaled logit that top-k, top-p and min-p keep, [n, 1]. ``scaled`` is sorted from 0 down."""
+    """Returns the smallest scaled logit that top-k, top-p and min-p keep, [n, 1]. ``scaled`` descends from 0."""
     floor = _column(scaled, [row.min_p for row in rows]).log_()
     if any(row.top_k for row in rows):
         last = from_host([row.top_k - 1 for row in rows], scaled.device)[:, None]
@@ -174,7 +175,7 @@ def _floor(scaled: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, rows
 
 
 def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSampler]) -> None:
-    """Narrows ``keep`` in place for the rows that use typical-p."""
+    """Applies typical-p to ``keep``, in place, for the rows that use it."""
     for mass in {row.typical_p for row in rows if row.typical_p < 1.0}:
         where = from_host([i for i, row in enumerate(rows) if row.typical_p == mass], scaled.device)
         survivors = scaled[where].masked_fill(~keep[where], -torch.inf)
@@ -182,7 +183,7 @@ def _keep_typical(keep: torch.Tensor, scaled: torch.Tensor, rows: Sequence[RowSa
 
 
 def _draw_tail(work: torch.Tensor, rows: Sequence[RowSampler]) -> torch.Tensor:
-    """Returns token ids, int64 [n], for unfiltered rows whose token is beyond the head."""
+    """Returns token ids, int64 [n], for unfiltered rows whose token is beyond the candidates."""
     last = work.topk(FEW, dim=-1).values[:, -1:]
     temperature = _column(work, [row.temperature for row in rows])
     noise = gumbel([row.noise_key for row in rows], torch.arange(work.shape[1], device=work.device))

@@ -1,8 +1,8 @@
-"""Holds the sampling state of one sequence: the changes of its logits, and its random numbers, which a hash computes.
+"""Holds the sampling state of one sequence: the changes to its logits, and its random numbers, which a hash computes.
 
-The changes are bias, penalties, bad words, minimum length and rules of the model. A row's noise depends only on its own
-counters, so it is the same alone, in any batch and on any device. The hash is splitmix64, whose finaliser passes the
-usual tests of randomness.
+The changes to logits are the bias, penalties, bad words, the minimum length and the model's own rules. A row's noise
+depends only on its own seed and position, so it is the same alone, in any batch and on any device. The hash is
+splitmix64, whose finaliser passes the usual tests of randomness.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """The changes of a row's logits, applied in this order.
+    """The changes to a row's logits, applied in this order.
 
-    ``added`` are the biases of ``bias_ids``. A positive logit of ``seen_ids`` is divided by ``repetition``, a negative
-    one is multiplied by it; then ``subtracted`` is subtracted. With ``forced`` or ``allowed`` all other ids get -inf.
+    ``added`` are the biases of ``bias_ids``. A positive logit of ``seen_ids`` is divided by ``repetition``, and a
+    negative one is multiplied by it; then ``subtracted`` is subtracted. If ``forced`` or ``allowed`` is given, all
+    other ids get -inf.
     """
 
     bias_ids: _Ids
@@ -50,9 +51,9 @@ class RowEdits:
 def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
     """Returns the tokens that a row's mask allows, int64 [FEW], padded with ``NO_TOKEN``.
 
-    None if the mask allows ``FEW`` tokens or more, or if the row has other changes. With exactly ``FEW`` tokens the
-    last one would have its own noise, while in a whole row it belongs to the tail beyond the candidates
-    (``candidates.py``).
+    Returns None if the mask allows ``FEW`` tokens or more, or if the row has other changes. With exactly ``FEW``
+    tokens, the last one would get its own noise here, whereas in a whole row that token belongs to the tail beyond the
+    candidates (``candidates.py``).
     """
     if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
         return None
@@ -95,7 +96,7 @@ def _fill(work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int]],
 
 
 def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
-    """Sets the logits of the tokens that these rows do not allow to -inf."""
+    """Sets the logits of tokens outside of each row's mask to -inf."""
     if not allowed:
         return
     width = work.shape[1]
@@ -113,7 +114,7 @@ def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
 def _indices(
     work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int] | _Ids]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the indices of all ids of all rows; None if there are none."""
+    """Returns indices into ``work`` for all ids of all rows; None if there are no ids."""
     counts = [len(each) for each in ids]
     if not any(counts):
         return None
@@ -127,10 +128,10 @@ def _sent(like: torch.Tensor, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 class RowRules:
-    """The rules for one sequence, in the order of transformers' ``generate``."""
+    """The model's rules for one sequence, applied in the order of transformers' ``generate``."""
 
     def __init__(self, rules: GenerationRules, prompt: int, max_tokens: int | None, vocab_size: int) -> None:
-        """``prompt`` counts the prompt's tokens. ``max_tokens`` is None if the sequence has no last token."""
+        """``prompt`` is the number of prompt tokens. ``max_tokens`` is None if the sequence's length is not limited."""
 
         def known(ids: Sequence[int]) -> list[int]:
             return [token_id for token_id in ids if 0 <= token_id < vocab_size]
@@ -145,21 +146,21 @@ class RowRules:
         self._suppressed = {1 if rules.forced_bos and prompt == 1 else 0: known(rules.suppressed_first)}
 
     def __bool__(self) -> bool:
-        """Returns whether any rule holds at any position."""
+        """Returns whether there is any rule for any position."""
         return bool(self._always) or any((*self._forced.values(), *self._suppressed.values()))
 
     def of(self, position: int) -> tuple[list[int], list[int]]:
-        """Returns the forced ids and the suppressed ids for the sequence's token ``position``; both may be empty."""
+        """Returns the forced and the suppressed ids for the sequence's token at ``position``; both may be empty."""
         return self._forced.get(position, []), self._always + self._suppressed.get(position, [])
 
 
 class LogitAdjuster:
     """The adjustments of one sequence, in transformers' order.
 
-    The adjustments are the bias, the repetition penalty (prompt and generated tokens), presence and frequency penalties
-    (generated tokens), bad words, the exclusion of ``end_ids`` before ``min_tokens``, and the model's own ``rules``,
-    which need ``max_tokens``. Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens that its
-    constraint does not allow, and takes precedence over tokens that the model's rules force.
+    The adjustments are: the bias, the repetition penalty (for prompt and generated tokens), presence and frequency
+    penalties (for generated tokens), bad words, the exclusion of ``end_ids`` before ``min_tokens``, and the model's own
+    ``rules``, which need ``max_tokens``. Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens
+    that its constraint does not allow, and takes precedence over tokens that the model's rules force.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class LogitAdjuster:
 
     @property
     def only_token(self) -> int | None:
-        """The token that the constraint forces; None if there is a choice, or if that token is banned."""
+        """The token that the constraint forces; None if there is a choice or the token is banned."""
         if self.matcher is None or not self.matcher.forced:
             return None
         forced, _ = self._forced_and_banned()
@@ -221,7 +222,7 @@ class LogitAdjuster:
         return [token_id for token_id in next_forced if token_id not in banned], banned
 
     def edits(self) -> RowEdits | None:
-        """Returns the changes of the sequence's next logits before sampling; None means no change."""
+        """Returns the changes to the sequence's next logits before sampling; None means no change."""
         if self.never_edits:
             return None
         forced, banned = self._forced_and_banned()
@@ -242,7 +243,7 @@ def _bias(bias: Mapping[int, float], vocab_size: int) -> tuple[Any, Any]:
 
 
 class _SeenTokens:
-    """The distinct ids so far, and how often the sequence has generated each id."""
+    """The distinct ids of the sequence so far, and how often it has generated each of them."""
 
     def __init__(self, prompt_ids: Iterable[int], vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -269,7 +270,7 @@ class _SeenTokens:
 
 
 class _BadWords:
-    """Bans the last id of a bad word while the ids before it are the newest ids of prompt and answer."""
+    """Bans the last id of a bad word while the prompt and answer so far end with the word's other ids."""
 
     def __init__(
         self, words: Sequence[Sequence[int]], prompt_ids: Sequence[int], vocab_size: int, end_ids: set[int]
@@ -299,7 +300,7 @@ _LARGEST = 1.0 - 2.0**-24  # the float32 below 1: log1p(-u) stays finite
 
 
 def _signed(value: int) -> int:
-    """Returns the same 64 bits as two's complement, because torch has no unsigned type."""
+    """Returns the same 64 bits as a signed number in two's complement, because torch has no unsigned type."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -311,7 +312,7 @@ def _mix(value: int) -> int:
 
 
 def derive_key(key: int, part: int) -> int:
-    """Returns a 64-bit key for ``part`` (any integer, taken modulo 2**64) below ``key``."""
+    """Derives a 64-bit key from ``key`` and ``part``, which may be any integer and is taken modulo 2**64."""
     return _mix((key ^ _mix(part + _GOLDEN)) + _GOLDEN)
 
 
@@ -337,12 +338,12 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class RowSampler:
-    """One sequence's sampling state. 0 turns ``top_k`` and ``min_p`` off, 1 turns ``top_p`` and ``typical_p`` off.
+    """One sequence's sampling state. ``top_k`` and ``min_p`` are off at 0, ``top_p`` and ``typical_p`` are off at 1.
 
-    ``adjuster`` changes the logits first. ``seed`` is any integer, taken modulo 2**64. ``sample_index`` is the
-    sequence's number among the n sequences of its request: these differ under one seed. A row that ``takes_argmax``
-    gets the first of its largest logits and no log-probability; a row that is ``drawn_unchanged`` is drawn from its
-    unchanged logits, without a log-probability.
+    ``adjuster`` changes the logits before sampling. ``seed`` is any integer and is taken modulo 2**64. ``sample_index``
+    is the sequence's number among the n sequences of its request, which get different tokens under the same seed. A row
+    that ``takes_argmax`` gets the token of its first largest logit, without a log-probability; a row that is
+    ``drawn_unchanged`` is drawn from its unchanged logits, also without a log-probability.
     """
 
     def __init__(
@@ -376,6 +377,6 @@ class RowSampler:
         return derive_key(self._key, self._position)
 
     def accept(self, token_id: int) -> None:
-        """Records a chosen token: call it once for each, in order."""
+        """Records a chosen token. Call it once for each token, in order."""
         self._position += 1
         self.adjuster.accept(token_id)

@@ -1,4 +1,4 @@
-"""Chooses the next token of each row of a batch, and its log-probabilities. Makes the samplers of new sequences."""
+"""Chooses the next token of each row of a batch, with its log-probabilities. Makes samplers for new sequences."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def sample(
     argmax: Sequence[int] | None = None,
     row_draw: RowDraw | None = None,
 ) -> list[SampledToken | GenerationFailed]:
-    """Returns the next token of each row, or an error. It does not change ``rows`` (see ``RowSampler.accept``).
+    """Returns the next token of each row, or its error. Does not change ``rows``; ``RowSampler.accept`` does.
 
-    ``logits``, [B, V], have any float dtype and device, and stay unchanged. ``indices`` are the rows of ``logits`` that
-    ``rows`` sample from; None means all, in order. V is at least the rows' ``vocab_size``; later columns are padding. A
-    row fails alone if its logits hold NaN or no token can be chosen. ``argmax`` and ``row_draw`` come from ``Logits``:
-    torch reads only the rows for which neither of them gives a token.
+    ``logits``, [B, V], may have any float dtype and device, and are not changed. ``indices`` are the rows of ``logits``
+    that ``rows`` sample from; None means all, in order. V is at least the rows' ``vocab_size``; further columns are
+    padding. If a row's logits hold NaN or no token can be chosen, only that row fails. ``argmax`` and ``row_draw`` come
+    from ``Logits``; only rows without a token from either of them are sampled by torch.
     """
     indices = range(len(rows)) if indices is None else indices
     known = [UNDECIDED] * len(rows)
@@ -94,7 +94,7 @@ def _choose_all(
 ) -> list[int]:
     """Samples the rows.
 
-    Rows with few allowed tokens are sampled from a second table, whose columns are those tokens.
+    Rows with few allowed tokens are sampled from a separate table, whose columns are those tokens.
     """
     edits = [row.adjuster.edits() for row in rows]
     few = {}
@@ -115,7 +115,7 @@ def _choose_all(
 
 
 def _adjusted(raw: torch.Tensor, indices: list[int], edits: Sequence[RowEdits | None]) -> torch.Tensor:
-    """Returns these rows of the logits as float32, after their edits. Copies them only if needed."""
+    """Returns these rows of the logits as float32, with their edits applied. Copies them only if needed."""
     work = (raw if indices == list(range(len(raw))) else raw[from_host(indices, raw.device)]).float()
     changing = [i for i, each in enumerate(edits) if each is not None]
     if changing and work.data_ptr() == raw.data_ptr():
@@ -159,7 +159,7 @@ def _argmax(work: torch.Tensor) -> list[int]:
 def _logprobs(
     raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler], token_ids: list[int]
 ) -> list[TokenLogprob | None]:
-    """Returns log-probabilities under the raw logits, for the rows that ask for them and have a token."""
+    """Returns log-probabilities under the unchanged logits, for the rows that ask for them and have a token."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
     if not asking:
@@ -178,9 +178,9 @@ _ROWS_AT_A_TIME = 64  # with 150,000 tokens they take 40 MB in float32
 
 
 def prompt_scores(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Returns the log-probabilities of tokens under the rows of ``logits`` before them, with ``top`` alternatives each.
+    """Returns the log-probability of each token under its row of ``logits``, with ``top`` alternatives.
 
-    ``logits`` are [B, V], as in ``sample``; at most ``_ROWS_AT_A_TIME`` rows are widened to float32 at a time.
+    ``logits`` are [B, V], as in ``sample``; at most ``_ROWS_AT_A_TIME`` rows are converted to float32 at a time.
     """
     scores: list[TokenLogprob] = []
     for start in range(0, len(token_ids), _ROWS_AT_A_TIME):
@@ -204,7 +204,7 @@ class SamplerFactory:
         self._rules = rules
 
     def scores(self, logits: torch.Tensor, token_ids: Sequence[int], params: SamplingParameters) -> list[TokenLogprob]:
-        """Returns the scores of a prompt's tokens under the raw logits, ``logits``, of the tokens before them."""
+        """Returns the scores of a prompt's tokens. ``logits`` are the unchanged logits of the tokens before them."""
         with torch.inference_mode():
             return prompt_scores(logits[:, : self._vocab_size], token_ids, params.prompt_logprobs or 0)
 

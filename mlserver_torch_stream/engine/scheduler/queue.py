@@ -1,6 +1,6 @@
 """Orders the waiting requests by priority and fair shares, and refuses requests that cannot run within the limits.
 
-The order and the refusals read no clock and import no torch. The same checks hold for every batcher.
+This module does not read a clock or import torch. The same checks apply to every batcher.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class SchedulerLimits:
     ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
 
     ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
-    sequences decode, because these wait for its end. None means no bound. The newest token of a sequence that decodes
-    does not count, because it never waits for a prompt. A chunk of a prompt counts as ``prefill_floor`` tokens at
-    least: if each chunk is a separate forward, many short chunks would delay the sequences that decode. With
-    ``whole_prompts`` a step takes at most one prompt, and takes it whole.
+    sequences decode, because these wait for its end. None means no bound. A decoding sequence's newest token does not
+    count, because it never waits for a prompt. A chunk of a prompt counts as at least ``prefill_floor`` tokens: if each
+    chunk is a separate forward, many short chunks would delay the decoding sequences. With ``whole_prompts`` a step
+    computes at most one prompt, and computes it whole.
 
-    ``prefix_bytes`` bounds the pages that only the prefix cache holds. ``stages`` batches can be in flight at a time.
+    ``prefix_bytes`` bounds the pages that only the prefix cache holds. At most ``stages`` batches are in flight at a
+    time.
     """
 
     max_num_seqs: int
@@ -69,18 +70,17 @@ class PromptBudget:
     least: int = 1
 
     def cost_of(self, start: int, tokens: int) -> float:
-        """Returns the cost of the ``tokens`` of a prompt from position ``start`` on."""
+        """Returns the cost of ``tokens`` prompt tokens from position ``start`` on."""
         return tokens * (1 + self.per_key * (start + tokens / 2))
 
     def fitting(self, cost: float, start: int) -> int:
-        """Returns how many tokens of a prompt from position ``start`` on cost at most ``cost``."""
+        """Returns how many prompt tokens from position ``start`` on together cost at most ``cost``."""
         linear, square = 1 + self.per_key * start, self.per_key / 2
         return int(2 * cost / (linear + math.sqrt(linear * linear + 4 * square * cost)))
 
 
 def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
-    """Returns whether a request with ``sequences`` sequences of ``final`` tokens could run on an idle engine to its
-    end.
+    """Returns whether an idle engine could run a request with ``sequences`` sequences of ``final`` tokens to its end.
 
     The sequences share the full pages of the prompt.
     """
@@ -102,7 +102,7 @@ def longest_sequence(spec: CacheSpec, limits: SchedulerLimits, max_model_len: in
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """The limits of the queue and of times. Times are in seconds. None means no limit."""
+    """The limits of the queue and the timeouts, which are in seconds. None means no limit."""
 
     max_queued_requests: int = 256  # waiting requests
     max_queued_tokens: int | None = None  # the total length of the waiting prompts
@@ -112,7 +112,7 @@ class QueueLimits:
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
-        """Returns the seconds that a forward of ``tokens`` may take: the timeout once for each ``chunk`` in it."""
+        """Returns the seconds that a forward of ``tokens`` tokens may take: ``step_timeout`` for each ``chunk``."""
         return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
 
 
@@ -122,12 +122,12 @@ _MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short
 
 
 class FairQueue:
-    """Start-time fair queueing with one flow per request, whose weight falls with its client's backlog.
+    """Start-time fair queueing with one flow per request. A flow's weight falls with its client's backlog.
 
     A request's tag is the virtual time plus its work (the maximum number of tokens that it can need) times the number
-    of its client's requests in the queue. The request with the lowest tag goes first. So a short request passes earlier
-    long ones, and a client that floods the queue does not overtake other clients. The virtual time grows with each
-    admission, so no request waits forever.
+    of its client's requests in the queue. The request with the lowest tag goes first. So short requests overtake
+    earlier long ones, and a client that floods the queue does not overtake other clients. The virtual time grows with
+    each admission, so no request waits forever.
     """
 
     def __init__(self) -> None:
@@ -148,11 +148,11 @@ class FairQueue:
         return request in self._tags
 
     def has_before(self, priority: float) -> bool:
-        """Returns whether a request of a higher priority, which is a lower number, waits."""
+        """Returns whether a request is waiting that goes first, because its priority number is below ``priority``."""
         return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:
-        """Adds a request. Its place follows from its work and from how many requests its client has in the queue."""
+        """Adds a request. A request's place depends on its work and on the number of its client's queued requests."""
         self._backlog[request.input.client] += 1
         self._tags[request] = self._virtual_time + request.work * self._backlog[request.input.client]
         self.tokens += len(request.prompt)
@@ -198,7 +198,7 @@ class ServiceRate:
         self._requests += requests
 
     def seconds_for(self, requests: int) -> int:
-        """Returns the whole seconds that this many requests are likely to take, from 1 to 120."""
+        """Returns the estimated seconds for this many requests: a whole number from 1 to 120."""
         if not self._requests:
             return 1
         return min(120, max(1, math.ceil(requests * self._busy_s / self._requests)))
@@ -212,7 +212,7 @@ Refusal = Callable[[int, int, int], str | None]
 class Admission:
     """Checks requests before they are queued. The checks raise InvalidInput, which names the field, or QueueFull.
 
-    It counts the requests in the engine's inbox, which are submitted but not yet accepted by the batcher.
+    The class also counts the requests in the engine's inbox, which the batcher has not accepted yet.
     """
 
     def __init__(self, info: ModelInfo, queue_limits: QueueLimits) -> None:
@@ -223,7 +223,7 @@ class Admission:
         self.service_rate = ServiceRate()
 
     def submitted(self, requests: Sequence[RequestState]) -> None:
-        """Counts requests that are on their way to the engine's thread as queued."""
+        """Counts requests as queued while they are on their way to the engine's thread."""
         self._submitted += len(requests)
         self._submitted_tokens += sum(len(request.prompt) for request in requests)
 
@@ -272,9 +272,10 @@ class Admission:
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
-        """Returns the maximum length, prompt included, of a sequence whose request has a prompt of ``prompt`` tokens.
+        """Returns the maximum length of a request's sequences, including its prompt, which has ``prompt`` tokens.
 
-        Without ``max_tokens`` it is at most the length at which all sequences of the request fit the cache together.
+        Without ``max_tokens`` the result is at most the length at which all the request's sequences fit the cache
+        together.
         """
         context, n = self._info.max_model_len, request.sampling.n
         if n == 1 or request.sampling.max_tokens is not None:
@@ -282,7 +283,7 @@ class Admission:
         return largest(context, lambda length: length <= prompt or refusal(n, prompt, length) is None)
 
     def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats, open_prompts: int) -> None:
-        """Checks whether the queue has room, from the batcher's ``stats``, and the engine for one more open prompt."""
+        """Checks that the queue has room, according to the batcher's ``stats``, and may have one more open prompt."""
         limits, waiting = self._queue_limits, self.waiting(stats)
         most, retry_after = limits.max_queued_requests, self.service_rate.seconds_for(waiting)
         if waiting + len(requests) > most:

@@ -1,6 +1,7 @@
-"""Schedules the work of each step: which sequences decode, which chunks of prompts run beside them, and in which pages.
+"""Schedules each step: which sequences decode, which chunks of prompts run with them, and which pages they use.
 
-It decides and returns the work. It imports no torch, runs nothing and reads no clock.
+The scheduler only decides what to run, and returns the plan. This module does not import torch, run a model or read a
+clock.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ Drafts = Callable[[SequenceState, int], Sequence[int]]
 any.
 """
 
-# Each running sequence must have pages for this many further tokens when a prompt is admitted. Measured with 150
-# requests
-# of about 60 tokens, at most 32 at a time, in a full cache with pages of 16: 0 gave 32 preemptions in 206 steps, 8 gave
-# none in 224 steps, 16 gave none in 245 steps.
+# When a prompt is admitted, there must be pages for this many further tokens of each running sequence. Measured with
+# 150 requests of about 60 tokens, at most 32 at a time, in a full cache with pages of 16: 0 gave 32 preemptions in 206
+# steps, 8 gave none in 224 steps, 16 gave none in 245 steps.
 _SOON = 8
 # The maximum number of prompt rows that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
 _MAX_SCORED_ROWS = 256
@@ -35,9 +35,9 @@ _MAX_SCORED_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The parts of one step, in the order of the sequences of their batch. An empty plan has nothing to run.
+    """The parts of one step, in the order of the batch's sequences. An empty plan has nothing to run.
 
-    ``prompt_tokens`` counts the tokens of all chunks of prompts and of sequences that resume.
+    ``prompt_tokens`` counts the tokens of all prompt chunks, and those of preempted sequences that are computed again.
     """
 
     parts: tuple[StepPart, ...] = ()
@@ -56,7 +56,7 @@ class StepPlan:
 
 
 class StepDraft:
-    """A step while it is planned: ``left`` tokens of the budget, the parts in order, and the sequences that decode."""
+    """A step while it is planned: what is ``left`` of its token budget, its parts, and its decoding sequences."""
 
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: PromptBudget | None = None
@@ -85,9 +85,9 @@ class StepDraft:
         return min(self.left, self._cost_left, self._rows_left) > 0
 
     def chunk(self, scheduled: ScheduledSequence) -> int:
-        """Returns how many of a prompt's next tokens the step takes. If possible a chunk ends at the end of a page.
+        """Returns how many of a prompt's next tokens the step takes. If possible the chunk ends where a page ends.
 
-        Then the next chunk may find its first page in the prefix cache, if another sequence has computed it.
+        So the next chunk can use the prefix cache, if another sequence has computed the chunk's first page by then.
         """
         start, tokens = scheduled.computed, scheduled.left
         unscored = scheduled.request.rows_to_score(start, start + tokens)
@@ -100,7 +100,7 @@ class StepDraft:
         return (whole if whole > start else end) - start
 
     def _affordable(self, start: int) -> float:
-        """Returns how many tokens of a prompt from position ``start`` on the prompt budget has room for."""
+        """Returns how many tokens of a prompt, from position ``start`` on, fit the rest of the prompt budget."""
         if self._cost_left == math.inf:
             return math.inf
         least = 1 if self._prompt_tokens else self._prompt_budget.least
@@ -126,9 +126,9 @@ class StepDraft:
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
-        """Returns whether another part of this step writes the tokens that come next in a prompt that is scored.
+        """Returns whether another part of this step writes the page that a prompt whose scores are wanted needs next.
 
-        The prompt waits for the next step, which has their page with its scores, and can copy the page.
+        Such a prompt waits until the next step, when the page and its scores exist and the prompt can use them.
         """
         if not scheduled.request.unscored or not self._parts:
             return False
@@ -144,7 +144,7 @@ class StepDraft:
         self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
-        """Returns the finished plan, with the copies that its batch makes first."""
+        """Returns the finished plan, whose batch begins with the page copies and ``state_copies``."""
         if not self._parts:
             return StepPlan()
         parts = tuple(self._parts.values())
@@ -153,25 +153,25 @@ class StepDraft:
 
 
 class Scheduler:
-    """Admits requests in the queue's order while there are places and pages, and plans each step.
+    """Admits requests in the queue's order while sequences and pages are within the limits, and plans each step.
 
-    ``ledger`` says what the sequences hold. ``admitted`` sequences are ordered by priority, then by admission, then by
-    their index in the request.
+    ``ledger`` records which pages and slots the sequences hold. ``admitted`` sequences are ordered by priority, then by
+    admission, then by their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
-    tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Tokens verify the
-    drafts of a part, so a part with drafts advances after its sequence has accepted them.
+    tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Drafts are verified by
+    the sampled tokens, so a part with drafts advances only after its sequence has accepted tokens.
 
-    A sequence may take pages from admitted sequences after it: the last one is preempted, and computed again when there
-    are pages. So the first sequence always advances. The order of the parts in a batch matters too: a part may read
-    pages that an earlier part, or an earlier batch, writes.
+    If a sequence lacks pages, the last of the admitted sequences after it is preempted: that sequence loses its pages,
+    and is computed again when there are enough. So the first sequence always advances. The order of the parts in a
+    batch matters too: a part may read pages that an earlier part or an earlier batch writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
-        """``drafts`` guesses the next tokens of a sequence.
+        """``drafts`` is called for guesses of a sequence's next tokens.
 
-        A model with states, or one that takes prompts whole, cannot continue from pages alone: it has neither drafts
-        nor a prefix cache.
+        A model with states, or one that computes prompts whole, cannot continue from pages alone, so it has neither
+        drafts nor a prefix cache.
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
@@ -205,8 +205,8 @@ class Scheduler:
     def release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
 
-        With ``forget`` their pages cannot be found afterwards: they may hold NaN. Returns the sequences that are
-        computed again because they share pages that were not written: their part is void.
+        With ``forget`` the prefix cache forgets the pages, which may hold NaN. Returns the sequences whose part is
+        void: they share pages that were not written, and so are computed again.
         """
         leaving, void = self.ledger.remove(sequences, forget=forget)
         for scheduled in leaving:
@@ -231,7 +231,7 @@ class Scheduler:
     # --- the plan of a step ---
 
     def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
-        """Plans the next step. Sequences of ``busy``, which are in flight, are left out and keep their pages.
+        """Plans the next step, without the ``busy`` sequences, which are in flight and keep their pages.
 
         ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that only the
         limits bound them.
@@ -258,7 +258,7 @@ class Scheduler:
         return set([scheduled for scheduled in decoding if scheduled.sequence not in busy][:share])
 
     def _take(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy, *, decodes: bool) -> None:
-        """Adds the next ``tokens`` of an admitted sequence, or as many as there are pages for."""
+        """Adds the next ``tokens`` tokens of an admitted sequence, or as many of them as there are pages for."""
         if decodes and scheduled.pages.has_room:  # the case of most sequences in most steps
             draft.add(scheduled, 1, decodes=True)
             return
@@ -282,21 +282,20 @@ class Scheduler:
         scheduled.look_up()
         if draft.writes_next(scheduled):
             return
-        # Even if the prefix cache has all tokens but the last, this step has not counted it as a decoding sequence.
+        # Even if the prefix cache has all tokens but the last, the step has not counted this as a decoding sequence.
         self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
 
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
-        """Returns whether a preempted sequence may begin again: its pages are free, or no sequence before it holds
-        pages.
+        """Returns whether a preempted sequence may restart: it has enough free pages, or no sequence before it has any.
 
-        Otherwise it would be preempted again and again.
+        Otherwise the sequence would be preempted again and again.
         """
         if not any(other.holds_something for other in self.admitted if other.order < scheduled.order):
             return True
         return self.ledger.fits_for(scheduled, _added(scheduled.needed(self.limits), self._soon_needed()))
 
     def _take_drafts(self, draft: StepDraft) -> None:
-        """Adds drafts to the sequences that decode, as far as prompts and pages leave room."""
+        """Adds drafts to the decoding sequences, as far as the rest of the token budget and the free pages allow."""
         if self._drafts is None:
             return
         for scheduled in draft.decoding:
@@ -319,7 +318,9 @@ class Scheduler:
             admitted = self._admit(draft, busy, below)
 
     def _admit(self, draft: StepDraft, busy: Busy, below: float) -> bool:
-        """Admits the next such request of the queue, and adds its first chunk. Returns False if there is none."""
+        """Admits the next request with a priority below ``below``, and adds its first chunk. Returns False if none
+        fits.
+        """
         if not self.waiting:
             return False
         places, below = self._places, min(below, self._restarting_priority)
@@ -347,7 +348,7 @@ class Scheduler:
         insort(self.admitted, scheduled, key=lambda each: each.order)
 
     def _prompt_fits(self, scheduled: ScheduledSequence, reserved: list[int]) -> bool:
-        """Returns whether there are pages for the whole prompt, beside its shared pages and the reserved pages."""
+        """Returns whether there are pages for the prompt, apart from those that it shares and the ``reserved`` ones."""
         scheduled.look_up()
         needed = _added(scheduled.needed_with_forks(self.limits), reserved)
         if self.ledger.fits_for(scheduled, needed, 1 + len(scheduled.forks)):
@@ -366,15 +367,16 @@ class Scheduler:
         return min((scheduled.priority for scheduled in self.admitted if scheduled.restarts), default=math.inf)
 
     def _soon_needed(self) -> list[int]:
-        """Returns how many pages of each group running sequences need soon.
+        """Returns how many pages of each group the running sequences will need soon.
 
-        They are reserved, so that admitting a request does not soon preempt a running sequence.
+        These pages are reserved, because otherwise an admitted request would soon cause a running sequence to be
+        preempted.
         """
         pages = math.ceil(self.running_sequences * min(1.0, _SOON / self._spec.page_size))
         return [pages] * len(self._spec.groups)
 
     def _reserved(self) -> list[int]:
-        """Returns the pages that running sequences need soon, plus the pages for the rest of begun prompts."""
+        """Returns the number of pages that running sequences need soon, plus those for the rest of started prompts."""
         reserved = self._soon_needed()
         for scheduled in self.admitted:
             if not scheduled.decodes and not scheduled.restarts:
@@ -384,9 +386,9 @@ class Scheduler:
     # --- preemption ---
 
     def _preempt(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy) -> int:
-        """Preempts later sequences until this one can have a page, or all pages of a prompt that is taken whole.
+        """Preempts later sequences until there is a page for this one, or all pages if prompts are computed whole.
 
-        Returns for how many of the next ``tokens`` there are pages then.
+        Returns for how many of the next ``tokens`` tokens there are pages afterwards.
         """
         size, start = self._spec.page_size, scheduled.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
@@ -399,8 +401,7 @@ class Scheduler:
         return least
 
     def _victim(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> ScheduledSequence | None:
-        """Returns the last sequence after this one that holds pages and is neither in this step nor in flight, or
-        None."""
+        """Returns the last sequence after this one that holds pages and is not in this step or in flight, if any."""
         after = takewhile(lambda each: each is not scheduled, reversed(self.admitted))
         idle = (each for each in after if each.sequence not in busy and each not in draft)
         return next((each for each in idle if each.holds_something), None)
@@ -408,14 +409,14 @@ class Scheduler:
     # --- after the forward ---
 
     def add_scores(self, part: StepPart, scores: Sequence[TokenLogprob]) -> None:
-        """Adds the scores of a part that has advanced. They are the next scores of its prompt."""
+        """Appends ``scores`` to those of the prompt of this part, which has advanced."""
         self.ledger[part.sequence].add_scores(scores)
 
     def advance(self, part: StepPart, tokens: int) -> bool:
         """Counts the first ``tokens`` of a part as computed: ``part.count``, or fewer if drafts were rejected.
 
-        Returns False if the part is void. After the end of a prompt the other sequences of its request continue from
-        there.
+        Returns False if the part is void. If the part ends a prompt, the other sequences of the request are forked from
+        this one.
         """
         if self.ledger.is_void(part):
             return False
@@ -437,5 +438,5 @@ class Scheduler:
 
 
 def _added(*pages: list[int]) -> list[int]:
-    """Returns the sum of numbers of pages, for each group."""
+    """Returns the sum of several page counts, for each group."""
     return [sum(each) for each in zip(*pages, strict=True)]

@@ -1,4 +1,4 @@
-"""Defines batchers, which the engine's thread steps, and replaces a batcher that has died."""
+"""Defines batchers, which compute the steps of an engine's thread, and replaces a batcher that has died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 def check_unscored(request: EngineRequest, what: str) -> None:
-    """Raises InvalidInput for a request that scores its prompt or asks for no token, which ``what`` cannot do."""
+    """Raises InvalidInput if a request asks for its prompt's scores or for no token; ``what`` supports neither."""
     if request.sampling.prompt_logprobs is not None:
         raise InvalidInput(PROMPT_LOGPROBS, f"is not implemented for {what}")
     if request.sampling.max_tokens == 0:
@@ -38,12 +38,12 @@ def check_unscored(request: EngineRequest, what: str) -> None:
 
 
 class Batcher(ABC):
-    """Generates the tokens of its requests. The methods that any thread may call say so; ``refusal`` and ``check`` are
-    called by the event loop, and the rest by the engine's thread.
+    """Generates the tokens of its requests. The event loop calls ``refusal`` and ``check``; the engine's thread calls
+    the other methods.
 
-    It reports the work of its steps to ``progress``. ``stats`` is its latest snapshot of counters and gauges: each
-    snapshot is a new object, so readers on other threads see a whole one. ``trouble`` says why the batcher takes no
-    requests now; None if it takes them. Any thread may read both.
+    A batcher reports the work of its steps to ``progress``. ``stats`` is the latest snapshot of counters and gauges.
+    Each snapshot is a new object, so other threads never see a half-written one. ``trouble`` says why the batcher
+    accepts no requests now; None if it accepts them. Any thread may read ``stats`` and ``trouble``.
     """
 
     trouble: str | None = None
@@ -58,36 +58,36 @@ class Batcher(ABC):
         """Returns why a request of this size could never run; None if it can."""
 
     def check(self, request: EngineRequest) -> None:  # noqa: B027 most batchers do all that a request can ask for
-        """Raises InvalidInput, which names the parameter, for a request that asks for what the batcher cannot do."""
+        """Raises InvalidInput, which names the parameter, if the batcher does not support what the request asks for."""
 
     def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
         """Sets ``wake``, which makes the engine's thread step.
 
-        A batcher whose tokens come from another process calls it.
+        A batcher whose tokens come from another process calls ``wake`` when tokens arrive.
         """
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds of work in a step from ``began`` to ``ended``, for the estimate of waits."""
+        """Returns the seconds of work in a step from ``began`` to ``ended``, from which waiting times are estimated."""
         return ended - began
 
     def end_step(self, error: BaseException) -> bool:
-        """Ends the work that does not return; the engine then dies of ``error``.
+        """Ends work that does not return, after which the engine dies with ``error``.
 
-        Returns False if only the process can end it.
+        Returns False if the work can only be ended by ending this process.
         """
         return False
 
     @abstractmethod
     def add(self, request: RequestState) -> None:
-        """Takes a request that the engine has accepted; a later step begins it."""
+        """Queues a request that the engine has accepted; a later step starts it."""
 
     @abstractmethod
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Frees all memory of these requests: before it returns or, in a long step, at the next token."""
+        """Frees all memory of these requests: before it returns or, during a long step, at the next token."""
 
     @abstractmethod
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
-        """Does some work; returns False if there was none.
+        """Does some work. Returns False if there was no work.
 
         A long step calls ``poll`` and ``yield_device`` between its forwards.
         """
@@ -96,12 +96,12 @@ class Batcher(ABC):
         """Records that another engine has used the device since the last step."""
 
     def count(self, **more: float) -> None:
-        """Adds to counters; the next snapshot shows them."""
+        """Adds to counters, which the next snapshot shows."""
         for name, number in more.items():
             self._counts[name] += number
 
     def close(self) -> None:  # noqa: B027 most batchers have no threads
-        """Returns once no forward of it is running. It is not stepped afterwards."""
+        """Waits until none of the batcher's forward passes is running. The batcher is not stepped afterwards."""
 
 
 class BatcherReplacement:
@@ -115,7 +115,7 @@ class BatcherReplacement:
         self._deaths: list[float] = []
 
     def permits(self, now: float) -> bool:
-        """Records a death. Returns False after too many deaths, or if there is nothing that makes a new batcher."""
+        """Records a death. Returns False after too many deaths, or if ``rebuild`` is None."""
         self._deaths = [*(death for death in self._deaths if death > now - _DEATHS_WITHIN), now]
         return self._rebuild is not None and len(self._deaths) <= _MAX_DEATHS
 

@@ -1,9 +1,9 @@
 """Holds the result of a step: which parts were computed, and the tokens that their sequences get.
 
 The next tokens of all sequences are chosen together, and drafts are verified with the tokens that are chosen. If the
-forward of all sequences raises, halves of the batch run again, until each sequence that fails is known. That is safe,
-because a sequence writes the same keys and values to the same pages again. The copies of the batch are not made again,
-as another sequence may have taken the source page.
+forward pass of all sequences raises, halves of the batch run again, until each sequence that fails is known. Running a
+sequence twice is safe, because it writes the same keys and values to the same pages. Page copies that the batch began
+with are not repeated, because another sequence may have overwritten the source page.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _LogitsRow:
 
 @dataclass(eq=False, slots=True)
 class StepResult:
-    """The result of a step: the ``logits`` of the parts that were computed, and which tokens their sequences have got.
+    """The result of a step: the ``logits`` of the parts that were computed, and which sequences got tokens.
 
     ``rows`` maps each computed part to the first of its rows in the logits; ``failures`` maps each failed part to its
     error. ``tokens_before`` maps each sequence with new tokens to the number it had before the step. ``verified`` maps
-    each part with drafts to the number of its tokens that count: all but the rejected drafts. The logits of ``spoiled``
-    sequences hold NaN, and so may their pages: they get no token from that row, and have not ended.
+    each part with drafts to the number of its tokens that count: all but the rejected drafts. ``spoiled`` sequences
+    have NaN in a row of logits, and perhaps in their pages: they get no token from that row, and have not ended.
     """
 
     rows: dict[StepPart, int]
@@ -55,12 +55,12 @@ class StepResult:
     spoiled: dict[SequenceState, GenerationFailed] = field(default_factory=dict)
 
     def drop(self, sequences: Collection[SequenceState]) -> None:
-        """Leaves out the parts of these sequences."""
+        """Removes the parts of these sequences from the result."""
         for part in [part for part in self.rows if part.sequence in sequences] if sequences else ():
             del self.rows[part]
 
     def take_forced(self, row: _LogitsRow) -> bool:
-        """Gives a sequence the tokens that its constraint forces. Returns whether the row is to be sampled."""
+        """Appends the tokens that the constraint forces to the sequence. Returns whether the row is to be sampled."""
         while True:
             try:
                 token_id = row.sampler.only_token
@@ -73,9 +73,9 @@ class StepResult:
                 return False
 
     def take(self, row: _LogitsRow, choice: SampledToken | GenerationFailed) -> bool:
-        """Gives a sequence the token of a row, and moves the row on if the token was drafted and the sequence goes on.
+        """Appends the chosen token to the row's sequence. If the token was drafted, ``row`` moves to the next logits.
 
-        Returns whether the row has moved on.
+        Returns whether another token is to be chosen: the row has moved and the sequence has not ended.
         """
         sequence, part = row.sequence, row.part
         if isinstance(choice, GenerationFailed):
@@ -110,11 +110,11 @@ def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
 def in_halves(
     plan: StepPlan, void: Collection[SequenceState], run: Callable[[Batch], Logits], error: Exception
 ) -> StepResult:
-    """Runs the parts of a plan again after the forward of all parts raised ``error``; parts of ``void`` sequences are
-    left out.
+    """Runs the parts of a plan again, whose forward pass raised ``error``; leaves out parts of ``void`` sequences.
 
-    It runs each half, and splits a half that raises again. A part that raises alone has failed. If only the batch as a
-    whole fails, for example for lack of memory, no part fails. A plan of one part is not run again.
+    Each half of the parts is run, and a half that raises is halved again. A part that raises when it runs alone has
+    failed. If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not
+    run again.
     """
     result = no_result()
     if len(plan.parts) == 1:
@@ -141,13 +141,13 @@ def in_halves(
 
 
 def _halves(parts: list[StepPart]) -> list[list[StepPart]]:
-    """Returns the second half and the first half of parts, without empty halves."""
+    """Returns the second and the first half of ``parts``, in this order, without empty halves."""
     middle = len(parts) // 2
     return [half for half in (parts[middle:], parts[:middle]) if half]
 
 
 def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:
-    """Returns where the rows of each part begin in the logits of all of them."""
+    """Returns the index of each part's first row in the logits of all parts."""
     rows, row = {}, 0
     for part in parts:
         rows[part] = row
@@ -156,12 +156,11 @@ def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:
 
 
 class TokenChoice:
-    """Samples the rows of all sequences at once. If that raises, it samples each row alone.
+    """Samples the rows of all sequences at once. If this raises, each row is sampled alone.
 
-    Then only the sequence at fault ends in an error. Tokens that a constraint forces are not sampled, unless their
-    log-probabilities are wanted. A draft is accepted where it equals the token that is sampled from the row before it.
-    The noise of sampling depends on the position and the token alone, so the tokens are those that the sequence gets
-    without drafts.
+    So only the sequence at fault ends with an error. Tokens that a constraint forces are not sampled, unless their
+    log-probabilities are wanted. A draft is accepted if it equals the token that is sampled from the row before it. The
+    sampling noise depends only on the position and the token, so a sequence gets the same tokens as without drafts.
     """
 
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
@@ -169,7 +168,7 @@ class TokenChoice:
         self._check_devices = check_devices
 
     def choose(self, result: StepResult) -> None:
-        """Gives the unfinished sequences of a step their tokens."""
+        """Chooses the next tokens of the unfinished sequences of a step, and appends them."""
         rows: list[_LogitsRow] = []
         for part, first_row in result.rows.items():
             if part.drafts:
@@ -182,7 +181,7 @@ class TokenChoice:
             rows = [row for row, choice in zip(rows, choices, strict=True) if result.take(row, choice)]
 
     def score(self, result: StepResult) -> dict[StepPart, list[TokenLogprob]]:
-        """Returns the scores of prompts whose logits a step has. NaN in the logits of a prompt spoils its sequences."""
+        """Returns the scores of prompts whose logits this step has. NaN in a prompt's logits spoils its sequences."""
         scored: dict[StepPart, list[TokenLogprob]] = {}
         for part, row in result.rows.items():
             request = part.sequence.request
@@ -199,7 +198,7 @@ class TokenChoice:
         return scored
 
     def _made_sampler(self, sequence: SequenceState) -> RowSampler | None:
-        """Makes the samplers of a request once, when its prompt is computed. Returns None if its parameters fail."""
+        """Makes the samplers of a sequence's request, and returns the sequence's own; None if that fails."""
         try:
             self._samplers.begin(sequence.request)
         except Exception as error:

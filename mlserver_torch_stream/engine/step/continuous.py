@@ -1,6 +1,6 @@
-"""Batches continuously: each step computes decode tokens and chunks of prompts, of all sequences, in one forward.
+"""Batches continuously: each step computes the decode tokens and prompt chunks of all sequences in one forward pass.
 
-It carries out the scheduler's decisions.
+The scheduler decides what a step computes; this module runs it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ T = TypeVar("T")
 class InlineForwards(Generic[K, T]):
     """Runs forwards on the engine's thread.
 
-    With ``overlap`` a call of the forward returns before its device is done, as on a GPU, and ``launch`` makes the
-    call. Otherwise the call lasts until the logits are computed, and ``completed`` makes it. ``called_at_launch`` is
-    true if ``launch`` makes the call.
+    With ``overlap``, ``launch`` calls the forward, and the call returns before the device is done, as on a GPU. Without
+    ``overlap``, ``completed`` calls the forward, and the call lasts until the logits are computed. ``called_at_launch``
+    is true if ``launch`` calls the forward.
     """
 
     most = 1
@@ -71,7 +71,7 @@ class InlineForwards(Generic[K, T]):
         return launched
 
     def close(self) -> None:
-        """Does nothing: no forward runs between the calls."""
+        """Does nothing, because no forward runs in the background."""
 
 
 class _Call(Generic[T]):
@@ -99,7 +99,7 @@ Flights = InlineForwards[Any, Logits] | InFlightForwards[Any, Logits]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _StepInFlight:
-    """A step whose forward has not returned. ``began`` is the time at which it was scheduled.
+    """A step whose forward has not returned. ``began`` is the time at which the step was scheduled.
 
     ``requests`` are the requests of its ``sequences``.
     """
@@ -113,14 +113,15 @@ class _StepInFlight:
 class ContinuousBatcher(Batcher):
     """Schedules a step, runs its forward, samples its rows, delivers the tokens, and releases ended sequences.
 
-    With a ``pipeline`` as many steps are in flight as it has stages, each with other sequences, and a call of ``step``
-    waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a pipeline,
-    ``InlineForwards`` without. If they overlap with the engine's thread, a step is launched before the text of the step
-    before it is made. If that text ends a sequence, the sequence's token of the launched step is dropped.
-    ``drafts_forced`` means that tokens that a constraint forces are computed together. ``step_target`` is the desired
-    time, in seconds, of a step in which sequences decode: the step takes as many prompt tokens as fit into it, within
-    the limits, but at least a page. None means that only the limits bound the step. ``check_devices`` raises if a
-    device is lost: no request is to blame, so the error ends the thread.
+    With a ``pipeline`` there is one step in flight per stage. No two steps in flight have a sequence in common, and a
+    call of ``step`` waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a
+    pipeline, ``InlineForwards`` without. If forwards overlap with the engine's thread, the next step is launched before
+    the text of the previous step is made. If the text of a step ends a sequence, the sequence's token from the step
+    that was launched meanwhile is dropped. With ``drafts_forced``, several tokens that a constraint forces are computed
+    in one step. ``step_target`` is the desired duration, in seconds, of a step in which sequences decode: the step
+    takes as many prompt tokens as fit into this time, within the limits, but at least a page. If ``step_target`` is
+    None, only the limits bound a step. ``check_devices`` raises if a device is lost. No request has caused the loss of
+    a device, so the error ends the engine's thread.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class ContinuousBatcher(Batcher):
             flights = InFlightForwards(pipeline.depth, pipeline.threads, cache.page_size)
         self._flights: Flights = InlineForwards() if flights is None else flights
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
-        self._alone_since = 0.0  # when another engine last gave the device back
+        self._alone_since = 0.0  # when another engine last released the device
 
     # --- requests ---
 
@@ -173,7 +174,7 @@ class ContinuousBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Removes the requests. Sequences that are in a forward leave when it has returned."""
+        """Removes the requests. Sequences that a running forward computes are removed when it has returned."""
         self._release(sequence for request in requests for sequence in request.sequences)
         self._gauge()
 
@@ -194,14 +195,14 @@ class ContinuousBatcher(Batcher):
             self.progress.rest()  # the thread only waits for a forward
         completed = [(step, self._complete(step, forward.result)) for step, forward in self._flights.completed()]
         if self._flights.overlap:
-            poll()  # so that the next step takes new requests, and none whose stream was closed
+            poll()  # so that the next step includes new requests, and none whose stream was closed
             self._launch()
         for step, tokens_before in completed:
             self._write(step, tokens_before, deliver)
         return True
 
     def _launch(self) -> None:
-        """Starts the forwards of as many steps as there are stages."""
+        """Starts forwards until there are as many steps in flight as stages, or nothing more to schedule."""
         began = time.monotonic()
         self._drop_closed()
         while len(self._flights) < self._flights.most and (plan := self._schedule()):
@@ -210,7 +211,7 @@ class ContinuousBatcher(Batcher):
             self._busy |= step.sequences
             self.progress.launched(step, plan, max(1, plan.prompt_tokens))
             if plan.prompt_tokens:
-                self._gauge()  # before a long step: an admitted request no longer waits
+                self._gauge()  # before a long step, because an admitted request no longer waits
             self._flights.launch(step, partial(self._forward, plan.batch, self._cache), plan.batch)
             if self._flights.called_at_launch:  # other engines may use the device before a later step waits for it
                 self.progress.completed(step)
@@ -221,9 +222,7 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
-        """Returns the bound of the prompt tokens of a step beside ``rows`` decode rows, which wait for it; None
-        means no bound.
-        """
+        """Returns the bound on the prompt tokens of a step in which ``rows`` rows decode; None means no bound."""
         if self._step_target is None or not rows:
             return None
         return self._cost.budget(self._step_target, rows, self._min_prompt_tokens)
@@ -237,7 +236,7 @@ class ContinuousBatcher(Batcher):
         return _StepInFlight(plan, began, requests, sequences.union(*[part.samples for part in plan.parts]))
 
     def _start_masks(self, plan: StepPlan) -> None:
-        """Starts to compute the token masks of a plan's constraints, beside the plan's forward."""
+        """Starts computing the token masks of a plan's constraints, while the plan's forward runs."""
         matchers = [
             matcher
             for part in plan.parts
@@ -248,9 +247,9 @@ class ContinuousBatcher(Batcher):
             TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> dict[SequenceState, int]:
-        """Samples the tokens of a step, without their text, and releases the sequences that end by their ids.
+        """Samples the tokens of a step without making their text. Releases the sequences that a token id has ended.
 
-        Returns, for each sequence with new tokens, how many it had before.
+        Returns, for each sequence with new tokens, the number of tokens that it had before the step.
         """
         self.progress.completed(step)
         self.progress.at("a step")
@@ -277,8 +276,8 @@ class ContinuousBatcher(Batcher):
             sequence.write()
         self.count(generation_tokens=sum(len(each.tokens) - had for each, had in tokens_before.items()))
         sequences = self._release_ended(step)
-        # Set before the events are delivered, so that their readers find correct gauges. A sequence that its text has
-        # ended counts as running while a launched step computes it.
+        # Set before the events are delivered, so that their readers find correct gauges. A sequence that has ended by
+        # its text still counts as running while a launched step computes it.
         self._gauge()
         deliver(sequences)
 
@@ -325,12 +324,13 @@ class ContinuousBatcher(Batcher):
         self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
     def _advance(self, part: StepPart, row: int, result: StepResult) -> bool:
-        """Counts a part as computed, unless its drafts must be verified first. Its logits begin at ``row``.
+        """Counts a part as computed, unless its drafts must be verified first. Its logits begin at index ``row``.
 
-        Returns False if its sequences get no token: the part is void, or its sequence has ended while the forward ran.
-        The pages of an ended sequence are still written, so the sequences that share them go on. But if its logits hold
-        NaN, its pages may hold NaN, too: they are forgotten, and the sequences that share them are computed again. A
-        chunk before the end of a prompt has no logits, and counts as written.
+        Returns False if the part's sequences get no token, because the part is void or its sequence ended while the
+        forward ran. The pages of an ended sequence are still written, so sequences that share them continue. But if the
+        logits of an ended sequence hold NaN, its pages may hold NaN too: these pages are forgotten, and the sequences
+        that share them are computed again. A chunk before the end of a prompt has no logits to check, and counts as
+        written.
         """
         if part.sequence.finish_reason is not None:
             if not part.samples or result.logits.is_finite(row + part.sampled_row):
@@ -374,13 +374,13 @@ class ContinuousBatcher(Batcher):
     # --- the end of sequences ---
 
     def _drop_closed(self) -> None:
-        """Evicts the requests whose streams are closed: ``poll`` may not have handled them yet."""
+        """Evicts the requests whose streams are closed, because ``poll`` may not have handled the closing yet."""
         requests = [scheduled.request for scheduled in self._scheduler.admitted]
         if closed := [request for request in requests if request.mailbox.closed_at is not None]:
             self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Removes sequences from the scheduler and frees their pages, except sequences of steps in flight.
+        """Removes sequences, except those of steps in flight, from the scheduler, and frees their pages.
 
         Returns the sequences that are computed again, because they share a page that a released sequence has not
         written.
@@ -417,7 +417,7 @@ class ContinuousBatcher(Batcher):
 
 
 def _end_unanswered(result: StepResult) -> None:
-    """Ends the sequences whose prompts are computed and that ask for no token."""
+    """Ends the sequences that ask for no token, once their prompts are computed."""
     for part in result.rows:
         if part.samples and part.sequence.request.params.max_tokens == 0:
             for sequence in part.samples:

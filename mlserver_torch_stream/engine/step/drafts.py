@@ -1,9 +1,10 @@
-"""Drafts the next tokens of sequences: forced by a constraint, or looked up in their own text.
+"""Drafts the next tokens of sequences: tokens that a constraint forces, or tokens looked up in the sequence itself.
 
-A draft is worth its time if the probability that it is accepted, times the cost of a token without drafts, exceeds the
-time that one more token adds to a step. Both are measured while the engine runs, so nothing is drafted when it does not
-pay, as in prose or beside many sequences. The acceptance rate is measured for each size of the n-gram that was found,
-in each sequence and in all sequences together; the rate of all sequences is the prior for a new sequence.
+A draft saves, on average, the probability of its acceptance times the time of a token without drafts. The draft is
+worthwhile if that exceeds the time that one more token adds to a step. Probabilities and times are measured while the
+engine runs, so nothing is drafted where drafts would cost time, as in prose or with many sequences. The acceptance rate
+is measured for each size of the n-gram that was found, per sequence and for all sequences together; the rate of all
+sequences is the prior for a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -39,7 +40,7 @@ class NgramIndex:
         return self._first + len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds the newest tokens of the sequence, and forgets what leaves the window."""
+        """Adds the newest tokens of the sequence, and forgets the tokens that leave the window."""
         if len(tokens) > self._window:
             self._first = len(self) + len(tokens) - self._window
             self._tokens.clear()
@@ -79,7 +80,7 @@ class NgramIndex:
         return drafts
 
     def _find(self) -> tuple[int, int]:
-        """Returns ``matching``, and the position after that n-gram's last occurrence before the end; zeros if none."""
+        """Returns ``matching`` and the position after that n-gram's last earlier occurrence; zeros if there is none."""
         for size in _SIZES:
             newest = tuple(self._tokens[-size:])
             if len(newest) == size and newest in self._after:
@@ -89,7 +90,7 @@ class NgramIndex:
 
 _DECAY = 0.8  # the factor for a sequence's counts at each verification of its drafts
 _DECAY_OF_ALL = 0.98  # the factor for the counts of all sequences together, at the same moment
-_DECAY_WITHOUT_DRAFT = 0.98  # the same at each step in which none of the sequence's drafts is worth its time
+_DECAY_WITHOUT_DRAFT = 0.98  # the factor at each step in which none of the sequence's drafts is worthwhile
 # The factor for the rejections of all sequences at each step without a worthwhile draft, so that drafts are tried
 # again.
 _DECAY_OF_REJECTIONS = 0.998
@@ -114,7 +115,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Drafted:
-    """A sequence's index, the size of the n-gram before its newest drafts, and its counts by that size."""
+    """A sequence's n-gram index, the size of the n-gram that gave its newest drafts, and its counts per size."""
 
     index: NgramIndex = field(default_factory=NgramIndex)
     size: int = 0
@@ -153,7 +154,7 @@ class PromptLookup:
         return state.index.lookup(most)
 
     def _worthwhile(self, rate: float, running: int) -> int:
-        """Returns how many drafts are worth their time: the j-th is accepted with probability ``rate ** j``."""
+        """Returns how many drafts are worthwhile, if the j-th is accepted with probability ``rate ** j``."""
         value, cost = self.cost.of(running) / running, self.cost.per_row
         count = 0
         while count < self._most and rate ** (count + 1) * value >= _MARGIN * cost:
@@ -174,8 +175,8 @@ class PromptLookup:
 class Drafter:
     """Makes the drafts of all sequences. One thread calls its methods.
 
-    Without a ``lookup`` only forced tokens are drafted. With ``forced``, tokens that a constraint forces are drafted. A
-    forced token is always accepted and saves its sequence a step, so its worth is not measured.
+    With ``forced``, the tokens that a constraint forces are drafted; with a ``lookup``, also the tokens that it finds.
+    A forced token is always accepted and saves its sequence a step, so its acceptance is not measured.
     """
 
     def __init__(self, lookup: PromptLookup | None, forced: bool) -> None:
@@ -196,7 +197,7 @@ class Drafter:
         return drafts if matcher is None or not drafts else matcher.prefix(drafts)
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> bool:
-        """Notes how many drafts of a sequence were accepted. Returns False if its constraint had forced them."""
+        """Records how many drafts of a sequence were accepted. Returns False if its constraint had forced them."""
         if sequence in self._forced:
             return False
         if self._lookup is not None:

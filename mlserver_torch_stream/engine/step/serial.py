@@ -36,7 +36,7 @@ class SerialBatcher(Batcher):
         check_devices: Callable[[], None] = lambda: None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """With a ``pipeline`` a call of the model goes through stages that other engines may share."""
+        """With a ``pipeline`` the model's calls run in the pipeline's stages, which other engines may use as well."""
         super().__init__(EngineStats())
         self._model = model
         # A request's parameters already include the defaults of the model's files: ``generate`` must not apply them
@@ -63,7 +63,7 @@ class SerialBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Removes waiting requests before it returns. A running sequence that has ended stops at its next token."""
+        """Removes waiting requests at once. A running sequence that has ended stops at its next token."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -88,7 +88,7 @@ class SerialBatcher(Batcher):
         return True
 
     def count_tokens(self, tokens: int) -> None:
-        """Counts a step and the tokens that it has given to a sequence."""
+        """Counts a step and the tokens that it added to a sequence."""
         self.count(decode_steps=1, generation_tokens=tokens)
         self._gauge()
 
@@ -127,7 +127,7 @@ class SerialBatcher(Batcher):
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the token as the batched engine does, delivers it, and makes ``generate`` take it."""
+    """Chooses the token as the batched engine does, delivers it, and makes ``generate`` use it."""
 
     def __init__(self, batcher: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._batcher = batcher
@@ -151,7 +151,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """After each token: polls the engine, lets other engines use the device, and stops ``generate`` at the end."""
+    """After each token: polls the engine, yields the device to other engines, and stops ``generate`` at the end."""
 
     def __init__(self, sequence: SequenceState, poll: Poll, yield_device: YieldDevice) -> None:
         self._sequence = sequence

@@ -1,1 +1,3 @@
-"""Tensor parallel: each rank holds a part of every layer. Rank 0 runs the engine and the other ranks follow it."""
+"""Runs a model tensor-parallel: each rank holds a part of every layer. Rank 0 runs the engine and the other ranks
+follow it.
+"""

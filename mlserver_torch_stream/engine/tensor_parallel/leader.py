@@ -1,7 +1,7 @@
-"""Sends the operations of rank 0 and signs of life to the other ranks, and detects the loss of a rank.
+"""Sends rank 0's operations and signs of life to the other ranks, and detects the loss of a rank.
 
-Only one thread sends at a time. A message has, for each operation, its kind, the count of its numbers, and the numbers.
-A batch is written as counts, followed by its token ids, block tables and copies.
+Only one thread sends at a time. A message consists of operations. Each is encoded as its kind, the count of its
+numbers, and the numbers. A batch is encoded as counts, followed by its token ids, block tables and copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Operation(IntEnum):
 
 
 def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> bytes:
-    """Returns one message with the operations, in order, as 32-bit integers: each one's kind, length and numbers."""
+    """Returns one message with the operations in order, each as 32-bit integers: its kind, length and numbers."""
     message = array(_NUMBER)
     for operation, numbers in operations:
         message.extend((operation, len(numbers)))
@@ -45,7 +45,7 @@ def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> 
 
 
 def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
-    """Reads a message of ``encode_operations``. Raises RuntimeError for an unknown operation."""
+    """Decodes a message of ``encode_operations``. Raises RuntimeError for an unknown operation."""
     numbers = array(_NUMBER)
     numbers.frombytes(message)
     operations = []
@@ -60,7 +60,7 @@ def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
 
 
 def batch_numbers(batch: Batch) -> Sequence[int]:
-    """Returns a batch as a flat list of integers, which ``batch_of`` reads back on the other ranks."""
+    """Returns a batch as a flat list of integers, from which ``batch_of`` restores it on the other ranks."""
     groups = len(batch.sequences[0].tables) if batch.sequences else 0
     numbers = array(_NUMBER, (len(batch.sequences), groups, len(batch.copies), len(batch.state_copies)))
     for each in batch.sequences:
@@ -76,7 +76,7 @@ def batch_numbers(batch: Batch) -> Sequence[int]:
 
 
 def batch_of(numbers: Sequence[int]) -> Batch:
-    """Returns the batch that ``batch_numbers`` has written, with lists as its token ids and block tables."""
+    """Returns the batch that ``batch_numbers`` has encoded, with lists as token ids and block tables."""
     reader = _Reader(numbers)
     sequences, groups, copies, state_copies = reader.take(4)
     heads = [reader.take(_OF_SEQUENCE + groups) for _ in range(sequences)]
@@ -94,7 +94,7 @@ def _sequence(head: Sequence[int], reader: _Reader) -> BatchSequence:
 
 
 class _Reader:
-    """Takes numbers from the front of a list."""
+    """Reads a list of numbers from the front."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = list(numbers)
@@ -111,8 +111,8 @@ class _Reader:
 
 logger = logging.getLogger(__name__)
 
-_PULSE_SECONDS = 5.0  # between two signs of life; a quarter of the time without an answer that means a lost rank
-_FATE_SECONDS = 1.0  # time in which a process that has closed its connections is seen to end
+_PULSE_SECONDS = 5.0  # between two signs of life; after four times as long without an answer a rank is lost
+_FATE_SECONDS = 1.0  # time to wait for the end of a process that has closed its connections
 _END_SECONDS = 5.0  # time for the other ranks to end by themselves
 PATIENCE = 5.0  # seconds in which a step notices that the other ranks do not answer
 
@@ -122,7 +122,7 @@ OnLoss = Callable[[BaseException, float], None]
 
 
 class RanksLost(RuntimeError):
-    """A rank has ended, or its state differs from the state of the other ranks. The contents of all caches are lost."""
+    """Raised if a rank has ended, or its state differs from the other ranks'. The contents of all caches are lost."""
 
 
 class Leader:
@@ -155,7 +155,7 @@ class Leader:
 
     @contextmanager
     def sending(self, operation: Operation, *numbers: int) -> Iterator[None]:
-        """Sends the recorded operations, then this one. The followers run it while the block runs.
+        """Sends the recorded operations and then this one, which the followers run while the ``with`` block runs.
 
         If the block raises, the states of the ranks differ, and all ranks are lost.
         """
@@ -172,7 +172,9 @@ class Leader:
                 raise
 
     def all_raised(self) -> bool:
-        """Returns whether all ranks have raised at the same place of this forward, so that they can go on. Blocks."""
+        """Blocks. Returns whether all ranks have raised at the same place of this forward, so that they can
+        continue.
+        """
         return self._group.all_raised()
 
     def check(self) -> None:
@@ -181,7 +183,7 @@ class Leader:
             raise RanksLost(f"the ranks have lost their connection: {self.lost}")
 
     def watch_loss(self, on_loss: OnLoss) -> None:
-        """Calls ``on_loss`` once, on any thread, if its object still lives; at once if the ranks are lost already."""
+        """Calls ``on_loss`` once, on any thread, when the ranks are lost, or at once if they are lost already."""
         with self._fate_lock:
             self._listeners = [each for each in self._listeners if each() is not None]
             self._listeners.append(weakref.WeakMethod(on_loss))
@@ -192,7 +194,7 @@ class Leader:
     def lose(self, why: str) -> None:
         """Kills all ranks and reports the loss. Only the first call has an effect.
 
-        If a process has ended, that is reported as the reason.
+        If a rank's process has ended, this is reported as the reason instead of ``why``.
         """
         with self._fate_lock:
             if self._over.is_set():

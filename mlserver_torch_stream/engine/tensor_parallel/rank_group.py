@@ -1,4 +1,4 @@
-"""Connects a rank with all other ranks: carries messages from rank 0, and values on which all ranks agree.
+"""Connects a rank with all other ranks: transfers messages from rank 0, and compares values across ranks.
 
 If a rank is lost, each call raises a RuntimeError.
 """
@@ -20,8 +20,8 @@ from mlserver_torch_stream.errors import LoadFailed
 _SERVING_TIMEOUT = timedelta(seconds=20)
 # Ranks load at different speeds: their disks and networks differ.
 _LOADING_TIMEOUT = timedelta(hours=2)
-# Time for the ranks to find out whether a forward that raised on one rank has raised on all: they leave it almost
-# together.
+# Time for the ranks to find out whether a forward that raised on one rank has raised on all: they all leave it at
+# almost the same time.
 _RAISING_TIMEOUT = timedelta(seconds=3)
 # Bytes of a broadcast, enough for most steps (32 sequences of 1,500 tokens in pages of 16): a second broadcast costs as
 # much as the first.
@@ -29,7 +29,7 @@ _FRAME = 16384
 
 
 class RankGroup:
-    """Connects ``size`` ranks; this process is number ``rank``. Blocks until all are connected."""
+    """Connects this process, rank ``rank``, with the other of ``size`` ranks. Blocks until all are connected."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
@@ -53,12 +53,12 @@ class RankGroup:
         _send(json.dumps(message).encode(), self._loading)
 
     def receive(self) -> Any:
-        """Returns the JSON that rank 0 has sent. Blocks until it comes."""
+        """Returns the JSON that rank 0 has sent. Blocks until it arrives."""
         return json.loads(_receive(self._loading))
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Runs the block on all ranks. If it raises on one, raises LoadFailed on all of them."""
+        """Runs the ``with`` block on all ranks. If the block raises on one rank, raises LoadFailed on all of them."""
         problem = ""
         try:
             yield
@@ -77,7 +77,7 @@ class RankGroup:
         return int(given.item())
 
     def agrees(self, value: str) -> bool:
-        """Returns whether all ranks give the same value."""
+        """Returns whether ``value`` is the same on all ranks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._loading)
         return len(set(values)) == 1
@@ -89,15 +89,15 @@ class RankGroup:
         _send(operations, self._serving)
 
     def receive_operations(self) -> bytes:
-        """Returns the bytes that rank 0 has sent. Blocks until they come."""
+        """Returns the bytes that rank 0 has sent. Blocks until they arrive."""
         return _receive(self._serving)
 
     def pulse(self) -> None:
-        """Returns when every rank has called it."""
+        """Blocks until every rank has called it."""
         dist.barrier(group=self._serving)
 
     def all_raised(self) -> bool:
-        """Returns True if every rank calls this now, after the same number of collectives.
+        """Returns True if every rank calls this now, after the same number of collective operations.
 
         Otherwise the ranks are lost.
         """
@@ -110,7 +110,9 @@ class RankGroup:
         return all(torch.equal(place, each) for each in places)
 
     def _collectives(self) -> int:
-        """Returns how many collectives the model has begun. Raises RuntimeError if the backend does not count them."""
+        """Returns how many collectives the model has started. Raises RuntimeError if the backend does not count
+        them.
+        """
         count: int = dist.group.WORLD._get_sequence_number_for_group()
         return count
 

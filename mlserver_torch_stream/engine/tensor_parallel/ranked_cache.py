@@ -1,4 +1,4 @@
-"""Defines rank 0's caches and forward, whose operations all ranks run."""
+"""Defines the caches and the forward of rank 0, whose operations run on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operatio
 
 
 class RankedCache(PagedCache):
-    """Rank 0's part of a cache. Each rank has its part under the same name, until rank 0 drops its own."""
+    """Rank 0's part of a cache. Every rank stores its part under the same name, until rank 0 drops the cache."""
 
     def __init__(
         self, leader: Leader, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int
@@ -26,7 +26,7 @@ class RankedCache(PagedCache):
 
 
 class RankedForward(LoadedForward):
-    """Runs the forwards of all ranks at once; ``own`` is rank 0's forward."""
+    """Runs the forwards of all ranks at the same time; ``own`` is rank 0's forward."""
 
     def __init__(self, own: ModelForward, leader: Leader) -> None:
         self.own = own
@@ -44,8 +44,8 @@ class RankedForward(LoadedForward):
         return f"{self._leader.size} ranks, {self.own.describe()}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
-        """Runs the forward on all ranks. If all ranks raise at the same place, the ranks go on, and this raises rank
-        0's error.
+        """Runs the forward on all ranks. If all ranks raise at the same place, they stay usable, and rank 0's error is
+        raised.
         """
         assert isinstance(cache, RankedCache)
         failure: Exception
@@ -60,7 +60,7 @@ class RankedForward(LoadedForward):
 
 
 class FollowerCaches:
-    """Holds this rank's part of each of rank 0's caches, by the cache's name, and runs operations on them."""
+    """Holds this rank's part of each cache of rank 0, by the cache's name, and runs operations on these parts."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class FollowerCaches:
         self._caches: dict[int, PagedCache] = {}
 
     def run(self, operation: Operation, name: int, *numbers: int) -> None:
-        """Runs an operation of rank 0. Raises a forward's error, unless all ranks have raised there."""
+        """Runs an operation of rank 0. Raises a forward's error, unless all ranks have raised at the same place."""
         if operation is Operation.CACHE:
             page_size, state_slots, *pages = numbers
             self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)

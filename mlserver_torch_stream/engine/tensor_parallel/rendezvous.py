@@ -1,6 +1,6 @@
 """Forms the group of ranks: with child processes on this machine, or with processes that a launcher has started.
 
-A process is in one group at a time, as torch has one default group.
+A process is in one group at a time, because torch has only one default group.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RankProcesses:
             raise
 
     def fate(self, seconds: float) -> str | None:
-        """Waits up to ``seconds`` for a process to end. Returns how the first process to end ended; None if all are
+        """Waits up to ``seconds`` for a process to end. Returns how the first process ended; None if all are
         running.
         """
         if self._children:
@@ -59,7 +59,7 @@ class RankProcesses:
         return self._fate
 
     def watch(self, on_end: OnEnd) -> None:
-        """Calls ``on_end`` for each process that ends from now on, and at once if one has ended already."""
+        """Calls ``on_end`` for each process that ends from now on, and at once for one that has already ended."""
         with self._lock:
             self._on_end = on_end
             fate = self._fate
@@ -71,7 +71,7 @@ class RankProcesses:
             child.process.kill()
 
     def end(self, grace: float) -> None:
-        """Waits up to ``grace`` seconds until all processes have ended, then kills the rest. Blocks."""
+        """Waits up to ``grace`` seconds until all processes have ended, then kills the others. Blocks."""
         end = time.monotonic() + grace
         for child in self._children:
             child.join(max(0.0, end - time.monotonic()))
@@ -88,7 +88,7 @@ class RankProcesses:
 
 
 class _Child(threading.Thread):
-    """Lives as long as its process: the kernel kills a child at the end of the thread that started it."""
+    """A thread that starts a process and lives as long as it, because the end of the thread kills the process."""
 
     process: subprocess.Popen[bytes]
 
@@ -200,14 +200,14 @@ def _wait_for(store: dist.Store, rank: int, other_ranks: RankProcesses) -> None:
 
 
 def find_local(rank: int, size: int, port: int) -> RankGroup:
-    """Joins the group of the process on this machine that has started this one."""
+    """Joins the group of rank 0, which is the process on this machine that has started this process."""
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_CHILDREN_TIMEOUT, wait_for_workers=False)
     store.set(_connected(rank), "")
     return RankGroup(store, rank, size)
 
 
 def find_launched(environ: Mapping[str, str]) -> RankGroup:
-    """Joins the group of the launcher's variables: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Joins the group in the launcher's environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises LoadFailed if a variable is missing, if another rank does not connect, or if rank 0 needs no group.
     """
@@ -227,7 +227,7 @@ def find_launched(environ: Mapping[str, str]) -> RankGroup:
 
 
 def dismiss(environ: Mapping[str, str], why: str, patience: float) -> bool:
-    """Ends the wait of the other launched ranks for a group. Returns False if they have had one.
+    """Tells the other launched ranks not to wait for a group. Returns False if there has already been a group.
 
     Waits ``patience`` seconds for ranks that have not connected yet, then logs that some are missing.
     """

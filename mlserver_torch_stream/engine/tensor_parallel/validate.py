@@ -1,4 +1,4 @@
-"""Refuses models and settings that ranks cannot split, before any rank is started."""
+"""Refuses models that cannot be split over ranks, and settings that exclude ranks, before any rank is started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEEDS: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_settings(settings: EngineSettings) -> None:
-    """Raises LoadFailed, which names the setting that does not allow ranks."""
+    """Raises LoadFailed if a setting does not allow ranks; the error names the setting."""
     for key, allowed in _NEEDS.items():
         value = getattr(settings, key)
         if value not in allowed:
@@ -31,9 +31,9 @@ def check_settings(settings: EngineSettings) -> None:
 
 
 def check_launched(sizes: Mapping[str, int], started: int) -> None:
-    """Raises LoadFailed if the ranks that were started for a server do not fit the models that are split.
+    """Raises LoadFailed if the number of ranks that were started for a server does not fit its models.
 
-    ``sizes`` are the models' settings, by name. A server without models may load one later.
+    ``sizes`` has each model's number of ranks by the model's name. A server without models may load one later.
     """
     for name, size in sizes.items():
         if size not in (1, started):

@@ -22,7 +22,7 @@ Part = Reasoning | ToolCallDelta | str
 
 
 class CallParser(Protocol):
-    """Finds the tool calls in an answer. How the text is cut into pieces changes only how the parts are cut."""
+    """Finds the tool calls in an answer. The joined parts do not depend on how the text was cut into pieces."""
 
     @property
     def called(self) -> int:
@@ -30,21 +30,21 @@ class CallParser(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if a call has begun and did not end."""
+        """True if a call began but was not completed."""
 
     @property
     def ended(self) -> bool:
-        """True if no further text counts."""
+        """True if the answer is complete, and further text is ignored."""
 
     @property
     def reasons(self) -> bool:
         """True if the next text is reasoning."""
 
     def push(self, text: str) -> list[Part]:
-        """Takes the next text of the answer, and returns the parts that are certain by now."""
+        """Adds the next text of the answer, and returns the parts that no further text can change."""
 
     def flush(self) -> list[Part]:
-        """Returns the text that is still held back, when the answer ends."""
+        """Ends the answer, and returns the text that was still held back."""
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -62,7 +62,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def short(part: Part, most: int) -> Iterator[Part]:
-    """Yields the part as pieces whose events count at most ``most`` characters."""
+    """Yields the part in pieces, each of which counts as at most ``most`` characters in an event."""
     if isinstance(part, Reasoning):
         for start in range(0, len(part.text), most // 2):
             yield Reasoning(part.text[start : start + most // 2])
@@ -79,7 +79,7 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Separates the reasoning from the answer, without whitespace at both ends of the reasoning and before the answer.
+    """Separates the reasoning from the answer. Drops whitespace around the reasoning and before the answer.
 
     ``begun`` means that the prompt has already begun the reasoning.
     """
@@ -96,7 +96,7 @@ class ReasoningParser:
         return not self.over and self._state == self._reasoning
 
     def push(self, text: str) -> tuple[list[Part], str]:
-        """Returns the reasoning, and the answer's text after it."""
+        """Returns the reasoning, and the text of the answer that follows the reasoning."""
         if self.over:
             return [], text
         for position, char in enumerate(text):
@@ -119,7 +119,7 @@ class ReasoningParser:
         return [Reasoning(inside)] if inside else []
 
     def _start(self, char: str) -> str | None:
-        """State: before the first word."""
+        """The state before the first word."""
         self._held += char
         word = self._held.lstrip()
         if word == BEGIN:
@@ -141,7 +141,7 @@ class ReasoningParser:
         return None
 
     def _release(self, char: str) -> None:
-        """Releases the held text as reasoning, except a last character that may begin a mark."""
+        """Releases the held text as reasoning, except the last character if it may begin a mark."""
         held, self._held = self._held, ""
         if char == END[0]:
             held, self._held = held[:-1], char
@@ -156,11 +156,11 @@ class ReasoningParser:
 class AnswerFormat:
     """Says how an answer is divided into reasoning, text and calls.
 
-    ``reasoning`` and ``calls`` make the parsers of an answer that may have such parts.
+    ``reasoning`` and ``calls`` create the parsers of answers that may have these parts.
 
-    If the tokenizer declares how answers are divided, ``calls`` finds all the parts. The text of the special tokens
-    ``marks`` is passed to the parsers. The text and the calls must match ``constraint``, after reasoning with the marks
-    ``reasoning_marks``.
+    If the tokenizer declares how answers are divided, the parser of ``calls`` finds all the parts. ``marks`` are the
+    special tokens whose text the parsers need. The text and the calls must match ``constraint``, which applies only
+    after the reasoning between ``reasoning_marks``.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None
@@ -171,7 +171,7 @@ class AnswerFormat:
 
     @property
     def divides(self) -> bool:
-        """True if the answer can be anything but text."""
+        """True if the answer can have parts other than text."""
         return self.reasoning is not None or self.calls is not None
 
     def parser(self) -> AnswerParser:
@@ -181,7 +181,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Parses the text of one sequence. How the text is cut into pieces changes only how the parts are cut."""
+    """Parses the text of one sequence. The joined parts do not depend on how the text was cut into pieces."""
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
@@ -196,23 +196,23 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """True if the answer has calls, all of them complete."""
+        """True if the answer has calls and all of them are complete."""
         return self._calls is not None and self._calls.called > 0 and not self._calls.broken
 
     @property
     def ended(self) -> bool:
-        """True if the answer may have only one call, and has it."""
+        """True if the answer may have only one call and this call is complete."""
         return self._calls is not None and self._calls.ended
 
     def push(self, text: str) -> list[Part]:
-        """Takes the next text of the answer, and returns the parts that are certain by now."""
+        """Adds the next text of the answer, and returns the parts that no further text can change."""
         parts: list[Part] = []
         if self._reasoning is not None:
             parts, text = self._reasoning.push(text)
         return parts + self._answer(text)
 
     def flush(self) -> list[Part]:
-        """Returns the text that is still held back, when the answer ends."""
+        """Ends the answer, and returns the text that was still held back."""
         parts: list[Part] = []
         if self._reasoning is not None:
             parts, text = self._reasoning.flush()

@@ -1,6 +1,6 @@
-"""Makes the events of one sequence out of its tokens: their text, divided by the answer's format, and their logprobs.
+"""Makes the events of one sequence from its tokens: their text, divided by the answer's format, and their logprobs.
 
-It detects the reasons to end a sequence that are in the text. Stop strings are found by an Aho-Corasick automaton over
+This module also finds out when the text ends a sequence. Stop strings are found by an Aho-Corasick automaton over
 characters, in pure Python.
 """
 
@@ -14,21 +14,20 @@ from typing import Protocol
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat, Part, Reasoning, short
 from mlserver_torch_stream.types import MAX_PER_EVENT, SamplingParameters, TokenEvent, TokenLogprob, add_event
 
-# Long text that was held back is split over events, the first of which has room for a token and its logprobs too.
+# Long text that was held back is split over several events; the first also has room for a token and its logprobs.
 _MAX_TEXT = MAX_PER_EVENT // 2
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text. The texts that ``push`` and ``flush`` return join to the decode of all ids."""
+    """Turns token ids into text. The joined results of ``push`` and ``flush`` equal the decoded text of all ids."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that these ids complete. The grouping of ids into calls does not change the joined text."""
+        """Adds ids, and returns the text that they complete. The joined text does not depend on how ids are grouped."""
 
     def flush(self, *, cut: bool = False) -> str:
-        """Returns the rest of the text at the end of the sequence; an unfinished character becomes its replacement.
+        """Returns the rest of the text at the end of the sequence, with U+FFFD for an incomplete character.
 
-        ``cut`` means that the sequence was ended from outside, by its time limit or a shutdown: such a character is
-        left out.
+        ``cut`` means that a timeout or a shutdown has ended the sequence: then an incomplete character is left out.
         """
 
 
@@ -40,14 +39,14 @@ class AnswerCodec(Protocol):
         """The ids of special tokens."""
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
-        """Returns a new detokenizer for one sequence. ``marks`` are special tokens that are not skipped."""
+        """Returns a new detokenizer for one sequence. Special tokens in ``marks`` are never skipped."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token; a special token has the bytes of its name."""
+        """Returns the bytes of one token; for a special token, the bytes of its name."""
 
 
 class AnswerWriter:
-    """Makes the events of one sequence. ``reasoning_tokens`` says how many tokens of the answer are reasoning."""
+    """Makes the events of one sequence. ``reasoning_tokens`` counts the answer's tokens that are reasoning."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class AnswerWriter:
 
     @property
     def stopped(self) -> bool:
-        """True if no text may follow: the text has a stop string, or the only call allowed is complete."""
+        """True if no text may follow: a stop string was found, or the only call allowed is complete."""
         return self._stops.hit is not None or (self._parser is not None and self._parser.ended)
 
     @property
@@ -82,14 +81,14 @@ class AnswerWriter:
         return self._parser is not None and self._parser.called
 
     def write_prompt(self, text: str, scores: Iterable[TokenLogprob]) -> None:
-        """Adds what the reply shows of the prompt, before the first token."""
+        """Adds the prompt's text and scores that the reply shows, before the first token."""
         for start in range(0, len(text), _MAX_TEXT):
             add_event(self._events, replace(self.event(), prompt_text=text[start : start + _MAX_TEXT]))
         for score in scores:
             add_event(self._events, replace(self.event(), prompt_logprobs=(self._with_bytes(score),)))
 
     def write(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool, stops: bool) -> None:
-        """Adds a token. The text of a ``hidden`` token is left out. ``stops`` says whether stop strings count in it."""
+        """Adds a token. A ``hidden`` token's text is left out. With ``stops`` the text is searched for stop strings."""
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob or 0.0
         reasoned = self._parser is not None and self._parser.reasons
@@ -113,7 +112,7 @@ class AnswerWriter:
 
     @property
     def has_output(self) -> bool:
-        """True if a reader gets something from the events so far, because not all text is held back."""
+        """True if the events so far have something for the reader; false while all text is held back."""
         return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:
@@ -153,11 +152,11 @@ class AnswerWriter:
 
 
 class StopMatcher:
-    """Searches one text for stop strings. With ``include`` it releases the stop string itself, otherwise no part of it.
+    """Searches a text for stop strings. With ``include``, the returned text includes the stop string that was found.
 
-    The stop string that is complete first wins, so that a model stops as soon as possible. If several are complete at
-    the same character, the longest wins. The cuts between the parts of the text change nothing. Empty stop strings are
-    ignored.
+    The stop string that is complete first is found, so that a model stops as soon as possible. If several stop strings
+    are complete at the same character, the longest is found. The result does not depend on how the text was divided
+    into parts. Empty stop strings are ignored.
     """
 
     def __init__(self, stops: StopStrings, include: bool) -> None:
@@ -168,7 +167,7 @@ class StopMatcher:
         self.hit: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> str:
-        """Adds the next part of the text and returns the text that is released; after a hit, always nothing."""
+        """Adds the next part of the text. Returns the text that cannot belong to a stop string; nothing after a hit."""
         if self.hit is not None:
             return ""
         automaton, state = self._automaton, self._state
@@ -182,7 +181,7 @@ class StopMatcher:
         return self._release(self._held + text, 0 if self._include else automaton.depth[state])
 
     def flush(self) -> str:
-        """Returns the text that is held back, when the text ends for another reason; nothing after a hit."""
+        """Returns the text that is still held back, when the text ends without a stop string; nothing after a hit."""
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -199,9 +198,9 @@ class StopMatcher:
 
 
 class StopStrings:
-    """The automaton of the stop strings of a request, which the matchers of all its sequences share.
+    """The automaton for a request's stop strings, which the matchers of all the request's sequences share.
 
-    A state is the longest prefix of a stop string with which the text so far ends. State 0 is the empty prefix.
+    A state stands for the longest prefix of a stop string that the text so far ends with; state 0 for the empty prefix.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -235,7 +234,7 @@ class StopStrings:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Sets each state's fallback, breadth first: its longest proper suffix that is a state too."""
+        """Sets, breadth first, the fallback of each state: its longest proper suffix that is a state too."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

@@ -1,6 +1,7 @@
-"""Reads a function call, a JSON object, character by character as it is generated.
+"""Reads a function call, which is a JSON object, character by character while it is generated.
 
-``parameters`` is another name for the arguments. A number outside brackets is refused, because no character ends it.
+The arguments' key may also be ``parameters``. A number outside brackets is refused, because no character marks the end
+of such a number.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ _NUMBER_ENDS = "0ifx"
 
 
 class JsonScanner:
-    """Checks JSON character by character. ``push`` takes the next character, and returns False if no JSON value begins
-    so.
+    """Checks JSON character by character. ``push`` adds a character, and returns False if no JSON value begins so.
 
     ``complete`` means that the value has ended.
     """
@@ -87,7 +87,7 @@ class JsonScanner:
         return self._value(char)
 
     def _after_value(self, char: str) -> bool:
-        """State: after a value within brackets."""
+        """The state after a value within brackets."""
         if char == self._closing[-1]:
             return self._close()
         if char == ",":
@@ -145,30 +145,30 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class CallReader(ABC):
-    """Reads one call. ``name`` is the function's, once it is known; ``complete`` means that the call has ended."""
+    """Reads one call. ``name`` is the function's name once it is known; ``complete`` means that the call has ended."""
 
     name: str | None
     complete: bool
 
     @abstractmethod
     def push(self, char: str) -> bool:
-        """Takes the next character. Returns False if a call cannot continue with it."""
+        """Adds the next character. Returns False if a call cannot continue with it."""
 
     @abstractmethod
     def take(self) -> str:
-        """Returns the text of the arguments since the last call of this method; nothing before the name is known."""
+        """Returns the arguments' text since the last call of this method; nothing until the name is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """The keys of the function's name, and of its arguments."""
+    """The key of the function's name, and the possible keys of its arguments."""
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
 
 
 class ArgumentsReader(CallReader):
-    """Reads arguments: an object, whose text is returned as it comes, an object in a JSON string, or null.
+    """Reads arguments: an object, an object in a JSON string, or null. The text of an object is returned as it arrives.
 
     ``name`` is the function's name, if it is known before the arguments.
     """
@@ -181,7 +181,7 @@ class ArgumentsReader(CallReader):
         self._taken = 0
 
     def push(self, char: str) -> bool:
-        """Takes the next character. Returns False if the text cannot be arguments."""
+        """Adds the next character. Returns False if the text cannot be arguments."""
         if not self._read and char in WHITESPACE:
             return True
         if not self._read and char not in '{"n':
@@ -205,7 +205,7 @@ class ArgumentsReader(CallReader):
 
 
 class ObjectReader(CallReader):
-    """Reads a call that is one object of JSON.
+    """Reads a call that is one JSON object.
 
     ``names`` are the functions that may be called; None means any function.
     """
@@ -300,7 +300,7 @@ class ObjectReader(CallReader):
 
 
 def _as_object(text: str) -> str:
-    """Returns the object in a JSON string, an empty object for null, and "" if the string holds something else."""
+    """Returns the text of the object in a JSON string; "{}" for null, and "" if the string is not an object."""
     value: Any = json.loads(text)
     if value is None:
         return _NO_ARGUMENTS

@@ -1,6 +1,6 @@
 """Finds out how a model writes reasoning and tool calls, and writes the grammar of required calls.
 
-The grammar is in Lark's language, as llguidance reads it.
+The grammar is written in llguidance's variant of Lark.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mlserver_torch_stream.errors import InvalidInput, SettingsError
 from mlserver_torch_stream.tool_calls import ToolChoice
 from mlserver_torch_stream.types import ChatPrompt, Constraint, ConstraintKind, ReasoningMarks
 
-# JSON as models write it: free whitespace would let a model write whitespace without end.
+# JSON as models write it: if whitespace were free, a model could write whitespace without end.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _ANY: Mapping[str, Any] = {"type": "object"}
 _NO_GBNF = "\\u003a:="  # llguidance would take a text with "::=" for a grammar of llama.cpp
@@ -44,11 +44,11 @@ _TEXT = "TEXT: /(?s:.*)/\n"
 
 @dataclass(frozen=True, slots=True)
 class CallSpelling:
-    """How a call is written: ``begin``, in which the function's name replaces ``NAME``, the arguments, and ``end``.
+    """How a call is written: first ``begin``, with the function's name for ``NAME``, then the arguments, then ``end``.
 
-    ``mark`` begins a call, or a list of calls: ``open``, the calls, separated by ``between``, and ``close``. If the
-    mark is ``optional``, a call without a mark can be the whole answer. ``several`` means that an answer can have
-    several calls.
+    ``mark`` stands before a call, or before a list: ``open``, the calls with ``between`` between them, and ``close``.
+    If the mark is ``optional``, a call without a mark can be the whole answer. ``several`` means that an answer can
+    have several calls.
     """
 
     mark: str
@@ -77,9 +77,9 @@ def tool_grammar(
 ) -> str | None:
     """Returns the grammar of answers with calls; None if any answer is allowed.
 
-    ``tokens`` has the ids of marks that are single tokens.
+    ``tokens`` maps marks that are single tokens to their ids.
 
-    An answer without calls must match ``answer``, which is in Lark's language; None means that it can be any text.
+    An answer without calls must match the Lark rule ``answer``; None means that it can be any text.
     """
     strict = any(function["name"] in choice.strict for function in functions)
     if not choice.forced and not strict and answer is None:
@@ -101,7 +101,7 @@ def tool_grammar(
 
 
 def json_answer(constraint: Constraint) -> str:
-    """Returns a JSON schema in Lark's language. Raises InvalidInput for a constraint of another kind."""
+    """Returns the JSON constraint as a Lark rule. Raises InvalidInput for a constraint of another kind."""
     if constraint.kind not in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
         raise InvalidInput(constraint.field, "beside tools only JSON is implemented")
     schema = json.loads(constraint.source) if constraint.kind is ConstraintKind.JSON_SCHEMA else _ANY
@@ -130,7 +130,7 @@ def _bodies(spelling: CallSpelling, tokens: Mapping[str, int], function: Mapping
 
 
 def _free(spelling: CallSpelling, tokens: Mapping[str, int], calls: str) -> str:
-    """Returns the rules of any text in which each mark begins calls."""
+    """Returns the rules for a text in which calls follow every mark, and which is free otherwise."""
     if spelling.optional:
         return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){re.escape(spelling.mark)}(?s:.*)/\n"
     after_mark = calls.removeprefix(_marked(spelling.mark, tokens))
@@ -146,7 +146,7 @@ def _marked(mark: str, tokens: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Returns a text in a grammar's notation. Marks in it that are single tokens are written as these tokens."""
+    """Returns a text in the grammar's notation. Marks that are single tokens are written as tokens."""
     marks = "|".join(map(re.escape, tokens))
     parts = re.split(f"({marks})", text) if marks else [text]
     return " ".join(_marked(part, tokens) for part in parts if part)
@@ -171,12 +171,14 @@ class CallNotation(Protocol):
         """Returns a parser that finds the calls in an answer."""
 
     def spelling(self, template: str) -> CallSpelling | None:
-        """Returns how a grammar writes calls for a model with this chat template; None if no grammar is known."""
+        """Returns how a model with this chat template writes calls, for a grammar; None if no grammar can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedNotation:
-    """JSON calls after a mark. With ``named``, templates that have ``[ARGS]`` use the spelling of that name."""
+    """JSON calls after a mark. Templates with ``[ARGS]`` use the spelling ``named`` if it is set, others use
+    ``plain``.
+    """
 
     calls: type[MarkedCalls]
     plain: CallSpelling
@@ -194,7 +196,7 @@ class MarkedNotation:
 
 @dataclass(frozen=True, slots=True)
 class XmlNotation:
-    """XML calls after the mark of Hermes. ``tag`` is a text in the chat templates that write such calls."""
+    """XML calls after the mark of Hermes. Chat templates that write such calls contain the text ``tag``."""
 
     name: str
     tag: str
@@ -220,16 +222,16 @@ NOTATIONS: Mapping[str, CallNotation] = {
 
 
 class ChatFormat:
-    """How a model writes reasoning and tool calls, found out from its chat template and the settings.
+    """How a model writes reasoning and tool calls, according to its chat template and the settings.
 
     ``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-    ``tools`` is the parser of calls; None if no parser knows the calls in the template. Then a call can still be
-    forced, in the spelling of Hermes. The same holds for a model whose own spelling has no grammar here.
+    ``tools`` names the parser of calls; None if no parser matches the template. Then a call can still be forced, and is
+    written as Hermes models do. The same applies to a model for whose calls no grammar can be made here.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
-        """Raises SettingsError if the parser is the tokenizer's ``response_template`` and it has none."""
+        """Raises SettingsError if the settings name the tokenizer's ``response_template`` and it has none."""
         text = _template_text(tokenizer.chat_template)
         shown = next((name for name, notation in NOTATIONS.items() if notation.is_in(text)), None)
         self._template = _declared(tokenizer, tool_parser, shown)
@@ -250,7 +252,7 @@ class ChatFormat:
     def answer(self, prompt: ChatPrompt, ending: str, constraint: Constraint | None = None) -> AnswerFormat:
         """Returns how the answer to a conversation is divided.
 
-        ``ending`` is the end of the rendered conversation. The answer's text must match ``constraint``.
+        ``ending`` is the last part of the rendered conversation. The answer's text must match ``constraint``.
         """
         if prompt.continues:
             ending = str(prompt.messages[-1]["content"])
@@ -315,8 +317,8 @@ def _begun(ending: str) -> bool:
 def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str | None) -> AnswerTemplate | None:
     """Returns the tokenizer's ``response_template``; None if it has none or the setting names another parser.
 
-    Also returns None if it declares no calls although the chat template shows some. Raises SettingsError if the setting
-    names it and it cannot be read.
+    Also returns None if the ``response_template`` declares no calls although the chat template shows some. Raises
+    SettingsError if the setting names the ``response_template`` and it cannot be read.
     """
     declared = getattr(tokenizer, "response_template", None)
     if tool_parser not in (AUTO, TEMPLATE) or (declared is None and tool_parser == AUTO):
@@ -338,5 +340,5 @@ def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
 
 
 def _template_text(template: Any) -> str:
-    """Returns the text of a chat template, or of several, which have names."""
+    """Returns the text of a chat template, or of several in a dict."""
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")

@@ -1,7 +1,7 @@
-"""Reads the tool calls in the regions of a ``response_template``: JSON as it arrives, XML argument by argument, and
-other spellings when the region has ended.
+"""Reads the tool calls in the regions of a ``response_template``: JSON as it arrives, XML one argument at a time, and
+other formats when the region has ended.
 
-A region that is not a call is returned as text, with the marks around it.
+A region that is not a call is returned as text, together with its marks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # r
 class RegionSpelling:
     """How calls are written in a region.
 
-    With ``keys``, each call is a JSON object that has them; ``listed`` means that the objects are in a list. With
-    ``capture``, the region is the arguments alone, and the group of this name in the pattern that begins the region is
-    the function's name. With neither, transformers parses the whole region by ``template``. ``tags`` matches an
-    argument in XML, and ``closing`` is the text that ends each of them.
+    With ``keys``, each call is a JSON object that has these keys; ``listed`` means that the objects are in a list. With
+    ``capture``, the region has only the arguments, and the regex group ``capture`` of the mark that opens the region
+    has the function's name. With neither ``keys`` nor ``capture``, transformers parses the whole region with
+    ``template``. ``tags`` matches one argument in XML, and ``closing`` is the text at the end of each argument.
     """
 
     template: Mapping[str, Any]
@@ -51,7 +51,7 @@ class RegionSpelling:
     closing: str = ""
 
     def parse(self, raw: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """Returns the name and arguments of each call in a whole region; nothing if it has other text too."""
+        """Returns the name and arguments of each call in a whole region; nothing if the region has other text too."""
         if self.tags is not None and _TAG.sub("", self.tags.sub("", raw[_head(self, raw) :])).strip():
             return []
         try:
@@ -63,7 +63,7 @@ class RegionSpelling:
 
 
 def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
-    """Returns how a template spells calls; None if it has no calls."""
+    """Returns how calls are written in a template; None if it has no calls."""
     if _FIELD not in template["fields"]:
         return None
     region = template["fields"][_FIELD]
@@ -91,7 +91,7 @@ def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
 
 
 class RegionCalls(MarkedCalls):
-    """The regions of one answer, one after the other: ``open``, ``push`` its text, ``close``."""
+    """Finds the calls in an answer's regions. Call ``open``, ``push`` with the text, and ``close`` for each region."""
 
     def __init__(self, spelling: RegionSpelling, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
         super().__init__((), parallel=parallel)
@@ -105,9 +105,9 @@ class RegionCalls(MarkedCalls):
         self._raw, self._state = raw, self._opened
 
     def close(self, raw: str) -> list[Part]:
-        """Ends the region with its mark ``raw``.
+        """Ends the region; ``raw`` is its closing mark.
 
-        If ``raw`` is empty, the answer ends, which cuts off a call that has begun.
+        An empty ``raw`` means that the answer has ended; a call that has begun is then cut off.
         """
         self._raw += raw
         if self._state == self._whole:
@@ -144,7 +144,7 @@ class RegionCalls(MarkedCalls):
         return FUNCTION_NAME.fullmatch(name) is not None and self._read(ArgumentsReader(name), char)
 
     def _whole(self, char: str) -> bool:
-        """The state in a region that is parsed at its end. An XML argument is returned as soon as its tag ends."""
+        """The state in a region that is parsed at its end. XML arguments are returned as soon as their tags end."""
         closing = self._spelling.closing
         if closing and self._raw.endswith(closing):
             calls = self._spelling.parse(self._raw, self._tools)
@@ -167,13 +167,13 @@ class RegionCalls(MarkedCalls):
             self._complete()
 
     def _give_arguments(self, name: str, arguments: str) -> None:
-        """Returns the new part of the arguments so far."""
+        """Adds the part of ``arguments`` that was not given yet."""
         self._give(name, arguments.removeprefix(self._given))
         self._given = arguments
 
 
 def _head(spelling: RegionSpelling, raw: str) -> int:
-    """Returns the length of the text that begins the region."""
+    """Returns the length of the mark that opens the region."""
     region = spelling.template["fields"][_FIELD]
     if "open_pattern" in region and (match := re.match(region["open_pattern"], raw, re.DOTALL)):
         return match.end()

@@ -1,7 +1,7 @@
-"""Divides answers as the ``response_template`` of a tokenizer declares, XML calls among them.
+"""Divides answers as a tokenizer's ``response_template`` declares. XML calls are read with such a template, too.
 
 Regions that are neither reasoning nor calls, and text between regions, belong to the answer's text, so no text is lost.
-The values in XML calls get the types that the functions' schemas name.
+Values in XML calls are converted to the types in the functions' schemas.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class AnswerTemplate:
 
     @property
     def reasoning_marks(self) -> ReasoningMarks | None:
-        """The marks of the reasoning; None if the text has a mark as well, if a mark is a pattern, or if there are
-        several."""
+        """The marks of the reasoning; None if a mark is a list or a pattern, or if the answer's text has marks too."""
         regions = {self.meanings[name]: region for name, region in self.fields.items()}
         region = regions.get(_REASONING, {})
         begin, end = region.get("open"), region.get("close")
@@ -52,12 +51,12 @@ class AnswerTemplate:
         return ReasoningMarks(end, begin)
 
     def marks(self, tokens: Mapping[str, int]) -> frozenset[int]:
-        """Returns the ids of the tokens that make up the template's marks."""
+        """Returns the ids of those ``tokens`` that occur in the template."""
         return frozenset(token_id for token, token_id in tokens.items() if token in self._written)
 
 
 class TemplateParser:
-    """Parses the text of one answer, whose beginning ``prefix`` is in the prompt.
+    """Parses the text of one answer. ``prefix`` is the beginning of the answer that the prompt already has.
 
     ``tools`` may be called; None means that calls stay text. Without ``reasoning`` the reasoning stays text too.
     """
@@ -106,7 +105,7 @@ class TemplateParser:
         return self._take()
 
     def opened(self, field: str, raw: str, captures: Mapping[str, str]) -> None:
-        """Called when a region begins with the text ``raw``, in which its pattern has the groups ``captures``."""
+        """Called when a region begins with the text ``raw``; ``captures`` has the named groups of the pattern."""
         self._space, self._any = "", False
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
@@ -134,12 +133,12 @@ class TemplateParser:
         self._space, self._any = "", False
 
     def _meaning(self, field: str) -> str | None:
-        """Returns what a field means; None if its text, with the marks around it, belongs to the answer's text."""
+        """Returns what a field means; None if its text and its marks belong to the answer's text."""
         meaning = self._template.meanings.get(field)
         return meaning if meaning in self._divided else None
 
     def _stripped(self, field: str, text: str) -> str:
-        """Returns the text without the whitespace at both ends of a region, as transformers strips it."""
+        """Returns the text without the region's leading and trailing whitespace, which transformers strips too."""
         if not self._template.spec.fields[field].content_args.get("strip", True):
             return text
         text = self._space + text if self._any else text.lstrip()
@@ -156,9 +155,9 @@ class TemplateParser:
 
 
 class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has no types
-    """Reports regions to a parser as their text comes, while transformers' parser makes one value of a whole region.
+    """Reports regions to a parser while their text arrives; transformers' own parser makes one value of a whole region.
 
-    The text is read character by character, because for some patterns transformers' parser decides by the text it has.
+    The text is read character by character, because otherwise the result of some patterns depends on how it is cut.
     """
 
     def __init__(self, template: ResponseTemplate, prefix: str, parser: TemplateParser) -> None:
@@ -176,7 +175,7 @@ class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has n
             self.feed(char)
 
     def flush(self) -> None:
-        """Ends the answer: text that was held back is reported."""
+        """Ends the answer, and reports text that was held back."""
         self._process([], eos=True)
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
@@ -198,7 +197,7 @@ class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has n
 def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the template with a field for the text between regions, if it has none.
 
-    The start of a message does not belong to that text.
+    The start of a message does not belong to the text between regions.
     """
     fields = dict(declared["fields"])
     if all("open" in region or "open_pattern" in region for region in fields.values()):
@@ -223,7 +222,7 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 
 @cache
 def xml_calls(parser: str) -> AnswerTemplate:
-    """Returns the template of answers whose tool calls are XML-like tags, as the ``parser`` of that name reads them."""
+    """Returns the template for answers whose tool calls are the XML-like tags of the format ``parser``."""
     begin, tags = _PATTERNS[parser]
     calls: Mapping[str, Any] = {
         "open_pattern": begin,

@@ -1,8 +1,8 @@
 """Runs chat templates, and tokenizers that may be slow, in other processes.
 
-Both are programs of a model's author that run on a client's text. A process has a memory limit, and a time limit for
-each job; a job that exceeds a limit ends with its process. The first job takes half a second more, because a process
-starts.
+Templates and tokenizers are programs from a model's files, which run on a client's text. A process has a memory limit
+and, for each job, a time limit; a job that exceeds one is ended together with its process. The first job takes half a
+second longer, because a process has to start.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ _PIECE = 2**18
 
 
 class JobRefused(Exception):
-    """The job raised: the template refused the messages, or the tokenizer's library panicked.
+    """Raised if a job failed: the template refused the messages, or the tokenizer's library panicked.
 
-    The text is the reason.
+    The error's text is the reason.
     """
 
 
 class TextProcesses:
-    """Processes for jobs of one kind. Several threads may call ``run``; jobs at the same time run in different
-    processes.
+    """Processes for jobs of one kind. Several threads may call ``run``; concurrent jobs run in different processes.
 
     ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; without it, the
     processes render templates.
@@ -56,7 +55,7 @@ class TextProcesses:
         weakref.finalize(self, _stop_all, self._idle)
 
     def run(self, job: str, /, **arguments: Any) -> Any:
-        """Returns what the job returns. Blocks for at most ``MAX_SECONDS``, and while a process starts.
+        """Returns what the job returns. Blocks for at most ``MAX_SECONDS``, plus the time in which a process starts.
 
         Raises JobRefused, GenerationFailed if the job exceeds a limit, or NotServing if no process can be started.
         """
@@ -80,7 +79,7 @@ class TextProcesses:
         return reply["result"]
 
     def _living(self) -> _Process | None:
-        """Takes a process that has no job; None if there is none."""
+        """Takes and returns an idle process; None if there is none."""
         with contextlib.suppress(IndexError):
             while True:
                 process = self._idle.pop()
@@ -107,7 +106,7 @@ class TextProcesses:
 
 
 class _Process:
-    """A process and the socket for its jobs and replies, which is its stdin, because libraries may print to stdout."""
+    """A process, and the socket for its jobs and replies: its stdin, because libraries may print to stdout."""
 
     def __init__(self) -> None:
         path = [str(entry) for entry in sys.path]
@@ -162,7 +161,8 @@ class _Process:
 
 
 def _line(message: list[Any]) -> bytes:
-    # Conversations may have megabytes, and all streams wait while one is written: json takes several times as long.
+    # Conversations may have megabytes, and all streams wait while one is encoded, for which json takes several times as
+    # long.
     return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE)
 
 
@@ -172,4 +172,4 @@ def _stop_all(processes: deque[_Process]) -> None:
 
 
 class _LimitExceeded(Exception):
-    """A job exceeded a limit. The text is the end of a sentence about the job."""
+    """Raised if a job exceeded a limit. The error's text is a predicate whose subject is the job."""

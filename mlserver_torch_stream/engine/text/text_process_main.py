@@ -1,7 +1,7 @@
 """The process that ``text_process`` starts: it renders chat templates and tokenizes texts, one job after another.
 
-A job and its reply are lines of JSON, both on stdin, which is a socket. It ends with its parent, whose end closes the
-socket, or when a job takes too long.
+Each job and each reply is a line of JSON; both go over stdin, which is a socket. The process ends when its parent ends,
+because that closes the socket, or when a job takes too long.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _IMPORTS_BYTES = 2**29  # the maximum address space that the imports take
 def main(max_bytes: int, max_seconds: float) -> None:
     """Runs jobs until the parent ends.
 
-    ``max_bytes`` is the memory beside what the imports take; ``max_seconds`` is the time limit of each job.
+    ``max_bytes`` limits the memory in addition to that of the imports; ``max_seconds`` is the time limit of each job.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they reach the parent too, with which this one ends
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent gets them too; this process ends with it
         signal.signal(number, signal.SIG_IGN)
     jobs: dict[str, Job] = {}
     with open(0, "wb", closefd=False) as replies:
@@ -38,13 +38,14 @@ def main(max_bytes: int, max_seconds: float) -> None:
                 signal.setitimer(signal.ITIMER_REAL, max_seconds + 1)  # the parent may have ended meanwhile
                 reply = _run(jobs[name], arguments)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            # UTF-8: the server takes several times as long to read escapes. It refuses lone surrogates.
+            # In UTF-8, because the server takes several times as long to read escapes. Lone surrogates are refused
+            # there.
             replies.write(json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
             replies.flush()
 
 
 def _jobs(tokenizer: str | None) -> dict[str, Job]:
-    """Imports what the jobs need."""
+    """Imports what the jobs need, and returns the jobs by name."""
     if tokenizer is None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -62,7 +63,7 @@ def _jobs(tokenizer: str | None) -> dict[str, Job]:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limits the memory of this process. A lower limit, inherited from the server, stays."""
+    """Limits the memory of this process. A lower limit that was inherited from the server stays in force."""
     if sys.platform != "linux":
         return
     try:

@@ -1,6 +1,6 @@
 """Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
 
-Token ids become text one by one: each takes the same time, no character is split, and unusual ids raise no error.
+Token ids are converted to text one by one, each in constant time. No character is split, and no id raises an error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TextCodec:
     ) -> None:
         """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-        Raises LoadFailed if the tokenizer can make a text far longer.
+        Raises LoadFailed if the tokenizer can make a text many times longer.
         """
         self._expansion = expansion(tokenizer)
         self._may_be_slow = may_be_slow(tokenizer)
@@ -67,7 +67,7 @@ class TextCodec:
         """The threads that encode long prompts and prompts for which ``blocks`` is True, a few at a time."""
 
     def limit_prompts(self, max_tokens: int) -> None:
-        """Refuses texts of more tokens than ``max_tokens`` from now on, before they are tokenized as a whole."""
+        """From now on, texts of more than ``max_tokens`` tokens are refused before they are tokenized as a whole."""
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         shrinks = not self._tokenizer.is_fast or self._tokenizer.backend_tokenizer.normalizer is not None
         self._max_characters = max_tokens * longest * (_MAY_SHRINK if shrinks else 1)
@@ -81,19 +81,19 @@ class TextCodec:
     def vocab_size(self) -> int:
         """The highest id plus 1, added tokens included.
 
-        It exceeds the number of tokens if ids are missing in between.
+        This exceeds the number of tokens if some ids are unused.
         """
         ids: Iterable[int] = self._tokenizer.get_vocab().values()
         return max(ids) + 1
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model can be asked with messages."""
+        """Whether the model has a chat template, so that prompts may be messages."""
         return bool(self._tokenizer.chat_template)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids that ``decode`` leaves out with ``skip_special_tokens``."""
+        """The ids that ``decode`` leaves out if ``skip_special_tokens`` is true."""
         added = self._tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}
         return frozenset(special | set(self._tokenizer.all_special_ids))
@@ -114,7 +114,7 @@ class TextCodec:
         return self._ids(self._rendered(prompt), prompt.field, prompt.add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of ``ids``, with the spaces that the tokens have."""
+        """Returns the text of ``ids``, without cleaning up the spaces between tokens."""
         try:
             text = self._tokenizer.decode(
                 list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -124,21 +124,21 @@ class TextCodec:
         return str(text)
 
     def detokenizer(self, skip_special_tokens: bool, marks: frozenset[int] = frozenset()) -> Detokenizer:
-        """Returns the detokenizer of one sequence. ``marks`` are special tokens that are not skipped."""
+        """Returns the detokenizer of one sequence. Special tokens in ``marks`` are never skipped."""
         silent = self.special_ids - marks if skip_special_tokens else frozenset[int]()
         if self._token_bytes.join_to_text:
             return ByteDetokenizer(self.token_bytes, silent)
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens and not marks), silent)
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """Returns how the answer to a conversation of these ids is divided. Its text must match ``constraint``.
+        """Returns how the answer to the conversation with these ids is divided. Its text must match ``constraint``.
 
-        Raises InvalidInput if calls cannot be combined with such a constraint.
+        Raises InvalidInput if calls cannot be combined with the constraint.
         """
         return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token; a special token has the bytes of its name."""
+        """Returns the bytes of one token; for a special token, the bytes of its name."""
         return self._token_bytes.of(token_id)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -146,37 +146,35 @@ class TextCodec:
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the ids of each word, as it is tokenized at the start of a text and after a space."""
+        """Returns the ids of each word, tokenized both at the start of a text and after a space."""
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def prepare_constraints(self) -> None:
-        """Does work at load for which the first request with a constraint, and all requests beside it, would wait
-        otherwise."""
+        """Prepares constraints at load, so that neither the first request with one nor the requests beside it wait."""
         self._constraints.prepare()
 
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile what an answer must match, after reasoning between the marks ``reasoning``, if they are
-        given.
+        """Starts compiling a constraint for an answer. Reasoning between the marks ``reasoning`` may precede it.
 
         The compilation may raise InvalidInput.
         """
         return self._constraints.submit(constraint, reasoning)
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Returns whether special tokens are added to a raw prompt: not to one that begins with BOS."""
+        """Returns whether special tokens are added to a raw prompt; none are if it begins with BOS."""
         bos = self._tokenizer.bos_token
         return not (bos and text.startswith(str(bos)))
 
     def _plain(self, text: str, field: str) -> tuple[int, ...]:
-        """Returns the ids of the text without special tokens added."""
+        """Returns the ids of the text; no special tokens are added."""
         return self._tokenize(text, field, False)
 
     def _ids(self, text: str, field: str, add_special_tokens: bool) -> tuple[int, ...]:
-        """Returns the ids of a whole prompt. After a long prompt it returns freed memory to the system."""
+        """Returns the ids of a whole prompt. After a long prompt, freed memory is returned to the system."""
         try:
             self.check_length(text, field)
             return self._tokenize(text, field, add_special_tokens)
@@ -187,9 +185,9 @@ class TextCodec:
                 later.start()
 
     def check_length(self, text: str, field: str) -> None:
-        """Raises ContextLengthExceeded if the text has too many characters, or its beginning too many tokens.
+        """Raises ContextLengthExceeded if the text has too many characters, or its first part has too many tokens.
 
-        The text may be the beginning of a prompt. At most 8 characters for each token of the limit are tokenized.
+        The text may be only the beginning of a prompt. At most 8 characters per token of the limit are tokenized.
         """
         limit = self._max_tokens
         if limit is None or len(text) <= limit:
@@ -217,7 +215,7 @@ class TextCodec:
         return tuple(map(int, ids))
 
     def _rendered(self, prompt: ChatPrompt) -> str:
-        """Returns the text of a conversation, which the chat template makes."""
+        """Returns the text that the chat template makes of a conversation."""
         arguments: dict[str, Any] = {
             "tools": [dict(tool) for tool in prompt.tools] if prompt.tools is not None else None,
             "add_generation_prompt": prompt.begins_answer,
@@ -249,9 +247,7 @@ class TextCodec:
 
 
 def _as_failure(error: BaseException, field: str) -> BaseException:
-    """Returns the error to raise for an error of a tokenizer. A panic of its library, which is not an Exception, is
-    logged.
-    """
+    """Returns the error to raise for a tokenizer's error. Logs a panic of the library, which is not an Exception."""
     if isinstance(error, KeyboardInterrupt | SystemExit) or (
         isinstance(error, Exception) and not isinstance(error, JobRefused)
     ):
@@ -273,7 +269,7 @@ def _reason(error: BaseException) -> str:
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _PENDING_CHARS = 3  # an unfinished character decodes to at most this many replacement characters
-_CONTEXT = 4  # tokens kept before new ones: their text fixes the space in front of the next
+_CONTEXT = 4  # tokens kept before new ones: their text determines the space before the next token
 _WINDOW = 16  # tokens after which the window is cut back to its context
 _STUCK = 32  # tokens after which it is cut although its end is unfinished
 
@@ -282,7 +278,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDetokenizer:
-    """For tokenizers whose only decoder is ByteLevel: concatenates the bytes of tokens, and decodes them as UTF-8."""
+    """Concatenates the bytes of tokens and decodes them as UTF-8; for tokenizers whose only decoder is ByteLevel."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
         """``silent`` are tokens that are skipped."""
@@ -303,9 +299,10 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
 
-    There is one exception to the contract of ``Detokenizer``: tokenizers with byte fallback can emit, byte by byte, a
-    run that is not UTF-8 or that spells the replacement character. The characters that were complete stay as they were
-    returned, where a whole decode replaces the entire run, and the number of replacement characters can differ.
+    The contract of ``Detokenizer`` has one exception: tokenizers with byte fallback can emit, byte by byte, a run of
+    bytes that is not UTF-8 or that encodes the replacement character. Decoding all ids at once replaces the entire run;
+    here the characters that were complete have already been returned, and the number of replacement characters can
+    differ.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
@@ -356,7 +353,7 @@ class WindowDetokenizer:
             self._cut = self._complete
 
     def _trim(self, start: int, unfinished: int) -> None:
-        """Drops the tokens before ``start``. The last ``unfinished`` characters are not returned yet."""
+        """Drops the tokens before ``start``. The text's last ``unfinished`` characters have not been returned yet."""
         text = self._decode(self._window[start:])
         if not text and len(self._window) < _STUCK:
             return  # a context without text would not keep the next token's leading space
@@ -366,8 +363,7 @@ class WindowDetokenizer:
         self._cut = 0
 
     def _broken(self, text: str) -> bool:
-        """Returns whether the returned text differs from the window's text for good, not only until a character is
-        complete."""
+        """Returns whether the returned text differs from the window's text in more than an incomplete character."""
         return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
 
     def _restart(self) -> str:

@@ -1,6 +1,7 @@
-"""Finds out how much longer a tokenizer's files can make a text, and whether they may be slow.
+"""Finds out how many times longer a tokenizer can make a text, and whether its regular expressions may be slow.
 
-It reads the JSON of the ``tokenizers`` library, without the vocabulary. The files of a model are not trusted.
+The module reads a tokenizer's JSON, without the vocabulary, from the ``tokenizers`` library. A model's files are not
+trusted.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ _PROPERTY = re.compile(r"[pPx]\{[^}]*\}|.", re.DOTALL)
 
 
 def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
-    """Returns an upper bound on how many times longer normalization makes a text, apart from Unicode's compatibility
-    forms.
+    """Returns an upper bound on how many times longer normalization makes a text, not counting compatibility forms.
 
-    Raises LoadFailed, which names the part, if the result is more than ``MAX_EXPANSION``.
+    Raises LoadFailed if the normalizer or the decoder exceeds ``MAX_EXPANSION``.
     """
     if not tokenizer.is_fast:
         return 1.0
@@ -44,8 +44,7 @@ def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def may_be_slow(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether a regular expression of the tokenizer has nested repeats, which can take endless time on a short
-    text."""
+    """Returns whether a regular expression of the tokenizer has nested repeats, which can run endlessly."""
     states = [_state(tokenizer, name) for name in ("normalizer", "pre_tokenizer")] if tokenizer.is_fast else []
     return any(backtracks(part["Regex"]) for state in states for part in _parts(state) if "Regex" in part)
 
@@ -64,7 +63,7 @@ def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(part: Mapping[str, Any]) -> float:
-    """Returns how many times longer one normalizer makes a text, not counting a prefix that it adds."""
+    """Returns how many times longer one normalizer can make a text; a prefix of one character does not count."""
     if part.get("type") == "Replace":
         pattern, content = part["pattern"], len(part["content"])
         matched = len(pattern.get("String", ""))
@@ -78,8 +77,7 @@ def _times(part: Mapping[str, Any]) -> float:
 
 
 def backtracks(pattern: str) -> bool:
-    """Returns whether a regular expression repeats a group that itself has repeats or alternatives, or has many repeats
-    one after another."""
+    """Returns whether the expression repeats a group with repeats or alternatives, or has many repeats in a row."""
     # For each open group: its repeats in the current alternative, and all its repeats and alternatives.
     groups = [[0, 0]]
     at = 0
@@ -113,7 +111,7 @@ def backtracks(pattern: str) -> bool:
 
 
 def _after_class(pattern: str, at: int) -> int:
-    """Returns the position after a character class whose content begins at ``at``; classes may hold classes."""
+    """Returns the position after a character class whose content begins at ``at``. Classes may be nested."""
     depth, at = 1, at + (pattern[at : at + 1] == "^")
     at += pattern[at : at + 1] == "]"
     while at < len(pattern) and depth:

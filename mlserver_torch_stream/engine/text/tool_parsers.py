@@ -1,7 +1,7 @@
-"""Finds tool calls in an answer's text, as Hermes, Llama 3 and Mistral models spell them.
+"""Finds tool calls in an answer's text, in the formats of Hermes, Llama 3 and Mistral models.
 
 Text that begins like a call but is not one is returned as text. If a call breaks off after its name was returned, its
-text is returned too, beginning with the mark. Whitespace beside calls is left out.
+whole text, with the mark, is returned as text too. Whitespace around calls is left out.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def short_call_id() -> str:
 
 
 class MarkedCalls:
-    """A state machine over characters. ``mark`` begins a call; its first character occurs in it only once.
+    """A state machine over characters. ``mark`` begins a call; the mark's first character occurs in it only once.
 
-    A state returns False for a character that cannot follow. Then the text since the mark is not a call, and the
-    character is read again as text.
+    A state returns False for a character that cannot follow. After that, everything since the mark counts as text, and
+    the character is read again as text.
     """
 
     mark = ""
@@ -117,7 +117,7 @@ class MarkedCalls:
         self._state = self._next_call
 
     def _next_call(self, char: str) -> bool:
-        """State: the first character of a call, or whitespace before it, follows."""
+        """The state before the first character of a call, or whitespace in front of it."""
         return self._read(ObjectReader(), char)
 
     def _read(self, reader: CallReader, char: str) -> bool:
@@ -126,7 +126,7 @@ class MarkedCalls:
         return self._in_call(char)
 
     def _in_call(self, char: str) -> bool:
-        """State: inside a call. Adds the part of the call that is certain."""
+        """The state inside a call. Adds the part of the call that no further text can change."""
         reader = self._reader
         assert reader is not None
         if not reader.push(char):
@@ -180,7 +180,7 @@ class HermesCalls(MarkedCalls):
 
 
 class LlamaCalls(MarkedCalls):
-    """Finds ``{"name": …, "parameters": {…}}``, as the whole answer or after a mark; semicolons separate several.
+    """Finds ``{"name": …, "parameters": {…}}``, as the whole answer or after a mark; semicolons separate calls.
 
     An object without a mark is a call only if a function of that name may be called.
     """
@@ -224,7 +224,7 @@ class MistralCalls(MarkedCalls):
 
 
 class NamedReader(ArgumentsReader):
-    """Reads ``name[ARGS]{…}``; an id before ``[ARGS]`` is passed over."""
+    """Reads ``name[ARGS]{…}``; an id before ``[ARGS]`` is skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class NamedReader(ArgumentsReader):
 
 
 def _goes_on(marks: str) -> bool:
-    """Returns whether ``[ARGS]`` can still come, with an id before it."""
+    """Returns whether ``[ARGS]`` can still follow, perhaps after an id."""
     if ARGUMENTS_MARK.startswith(marks) or ID_MARK.startswith(marks):
         return True
     identifier, _, rest = marks.removeprefix(ID_MARK).partition("[")

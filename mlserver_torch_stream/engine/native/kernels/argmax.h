@@ -1,5 +1,5 @@
 // The id of a row's first largest logit, found while its logits are in registers.
-// Knows nothing of products or threads: each thread brings logits in ascending order of their ids.
+// Knows nothing of products or threads: each thread adds logits in ascending order of their ids.
 #pragma once
 #include <cmath>
 #include "simd.h"
@@ -8,12 +8,12 @@ namespace native {
 
 constexpr int64_t kNotFinite = -1;  // in place of an id: the row holds a NaN, or its largest logit is infinite
 
-// The largest logits of a row in one thread, lane by lane. Of equal logits the first one stays; a NaN stays for good.
+// The largest logit of a row that one thread has seen, for each lane. The first of equal logits is kept; a NaN stays.
 struct ArgMax {
     F16 logits = broadcast_f(-INFINITY);
     I16 ids{};
 
-    // The logits of 16 ids from `first` on, of which those from `vocab` on are padding.
+    // Adds the logits of 16 ids from `first` on. Ids from `vocab` on are padding.
     void take(F16 x, int64_t first, int64_t vocab) {
         const I16 id = I16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + (int32_t)first;
         const I16 better = ((x > logits) | (x != x)) & (id < (int32_t)vocab);
@@ -22,7 +22,7 @@ struct ArgMax {
     }
 };
 
-// Of the `count` threads' results of a row, which lie `stride` apart.
+// Returns the id for a row from the results of `count` threads, which are `stride` apart.
 inline int64_t argmax(const ArgMax* results, int64_t count, int64_t stride) {
     float most = -INFINITY;
     int64_t best = 0;

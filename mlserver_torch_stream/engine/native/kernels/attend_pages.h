@@ -1,8 +1,8 @@
-// Attention of packed queries over pages, for any model: a task is some queries of one sequence with the query heads of
-// one key head, which meet the sequence's keys block by block with a running softmax. Few rows (decoding) read keys
-// and values where they lie; many rows (a chunk of a prompt) pack them for the tiles of gemm.h.
-// A task knows nothing of other sequences. Blocks of keys begin at multiples of their size, so a row's sums follow from
-// its position and from how the task reads keys alone, and are the same bits in any batch.
+// Attention of packed queries over pages, for any model. A task is some queries of one sequence with all query heads of
+// one key head. It goes through the sequence's keys block by block, with a running softmax. Few rows (decoding) read
+// keys and values in place; many rows (a chunk of a prompt) pack them for the tiles of gemm.h.
+// A task knows nothing of other sequences. Blocks of keys begin at multiples of their size, so a row's sums depend only
+// on its position and on how the task reads keys, and are bitwise the same in any batch.
 #pragma once
 #include <limits>
 #include <utility>
@@ -13,9 +13,9 @@
 
 namespace native {
 
-constexpr int kQueries = 64;  // of one head in a task, so that packing keys is 7 % of the work
+constexpr int kQueries = 64;  // queries of one head in a task; so packing keys is 7 % of the work
 
-constexpr int kFewRows = 12;  // for which packing takes longer than it saves
+constexpr int kFewRows = 12;  // rows for which packing takes longer than it saves
 
 inline void transpose(U16 (&x)[16]) {
     for (int round = 0; round < 4; round++) {
@@ -29,7 +29,7 @@ inline void transpose(U16 (&x)[16]) {
     }
 }
 
-// S: the type of keys and values; Q: that of queries and outputs.
+// S is the type of keys and values, Q that of queries and outputs.
 template <class S, class Q> struct AttendTask {
     const Q* queries;  // of the first token and the group's first head, by the strides below
     Q* out;                // of the same
@@ -39,22 +39,22 @@ template <class S, class Q> struct AttendTask {
     int64_t key_dim, value_dim;
     Sight sight;
     Live<S> live;          // the keys that at least one of the tokens sees
-    const float* sinks;    // for each head of the group, one more score in the softmax; null: none
+    const float* sinks;    // an additional score in the softmax for each head of the group; null: none
     float scale, cap;
 };
 
-// T: the type of the factors of a product.
+// T is the type of the factors of a product.
 template <class S, class Q, class T> class AttendPages {
   public:
-    // Takes all memory that tasks of so many rows need.
+    // Allocates all memory that tasks of this many rows need.
     void reserve(int64_t rows, int64_t key_dim, int64_t value_dim) {
         set_sizes(rows, key_dim, value_dim);
         keys_.resize((size_t)kKeys * words_);
         values_.resize((size_t)kKeyWords * width_);
     }
 
-    // `in_place`: reads keys and values where they lie.
-    // `next`: the keys and values that the thread reads after this task.
+    // `in_place` means that keys and values are read where they are, without packing.
+    // `next` are the keys and values that the thread reads after this task.
     void run(const AttendTask<S, Q>& task, bool in_place, const Live<S>& next = {}) {
         begin(task);
         Tiles<T> tiles;
@@ -84,7 +84,7 @@ template <class S, class Q, class T> class AttendPages {
     static constexpr int kKeyWords = kKeys / per_word<T>;
     using Load = Elements<S, T>;
 
-    // The positions from `first` on of its block of keys.
+    // The part of `live` from `first` to the end of the block of keys.
     static Live<S> block(Live<S> live, int64_t first) {
         live.first = first;
         live.stop = std::min(live.stop, first / kKeys * kKeys + kKeys);
@@ -112,7 +112,7 @@ template <class S, class Q, class T> class AttendPages {
         queries_.resize(rows_ * words_);
     }
 
-    // Rows are [query heads of the group][queries]. A sink is a score that has been seen before all keys.
+    // Rows are [query heads of the group][queries]. A sink counts as a score before those of all keys.
     __attribute__((noinline)) void begin_row(int64_t row, int64_t head, int64_t token) {
         positions_[row] = task_.position + token;
         most_[row] = -1e30f, total_[row] = 0.0f;
@@ -143,7 +143,7 @@ template <class S, class Q, class T> class AttendPages {
             }
     }
 
-    // Packs words of one key's values, or of two keys', in panels of 32 dimensions, [kKeyWords][32].
+    // Packs values in panels of 32 dimensions, [kKeyWords][32]. A word has the values of one key or of two keys.
     __attribute__((noinline)) void pack_values(int64_t count) {
         values_.resize((size_t)kKeyWords * width_);
         for (int64_t k = 0; k < panels_of(count) * kPanel / per_word<T>; k++)
@@ -160,7 +160,7 @@ template <class S, class Q, class T> class AttendPages {
             }
     }
 
-    // A tile of rows meets the packed keys.
+    // Computes the attention of a tile of rows to the packed keys.
     __attribute__((noinline)) void read_packed(Tiles<T>& tiles, int64_t row, int64_t rows, int64_t key, int64_t count) {
         const auto [from, stop] = seen_by(row, rows);
         if (from >= key + count || stop <= key) return;
@@ -182,13 +182,13 @@ template <class S, class Q, class T> class AttendPages {
         }
     }
 
-    // The keys that at least one of these rows sees: from the first number to before the second.
+    // The keys that at least one of these rows sees, as the first key and the one after the last.
     std::pair<int64_t, int64_t> seen_by(int64_t row, int64_t rows) const {
         const auto [oldest, newest] = std::minmax_element(&positions_[row], &positions_[row] + rows);
         return {task_.sight.oldest(*oldest), *newest + 1};
     }
 
-    // `after`: the keys that are read after this block.
+    // `after` are the keys that are read after this block.
     void read_in_place(int64_t row, int64_t rows, int64_t key, int64_t count, const Live<S>& after) {
         const int64_t padded = (count + 15) / 16 * 16;
         const Live<S> here = block(task_.live, std::max(key, task_.live.first));
@@ -199,7 +199,7 @@ template <class S, class Q, class T> class AttendPages {
         keys_here_.mix(rows, probabilities_, rescale_, task_.value_dim, count, &sums_[row * width_], width_);
     }
 
-    // Turns the scores of a tile into probabilities, and sets the factors by which the sums so far shrink.
+    // Turns the scores of a tile into probabilities, and sets the factors by which earlier sums are multiplied.
     void softmax(int64_t row, int64_t rows, int64_t key, int64_t width) {
         for (int64_t r = 0; r < rows; r++)
             rescale_[r] = softmax_row(row + r, key, width, scores_[r], probabilities_[r]);

@@ -1,5 +1,5 @@
-// A decoder of the Llama layout: one call takes all tokens of a step through all layers.
-// Knows nothing of families: a norm, a bias or a scale is there or it is not.
+// A decoder of the Llama layout: one call computes all layers for all tokens of a step.
+// Knows nothing of model families: a norm, a bias or a scale is either there or not.
 #pragma once
 #include "argmax.h"
 #include "attend_pages.h"
@@ -51,7 +51,8 @@ template <class T> class Decoder final : public AnyDecoder {
   private:
     using A = Factor<T>;  // the type of activations
 
-    // The lengths of a step's lists. The rest of a step is in the decoder, where a late thread does not read it.
+    // The lengths of a step's lists of pieces. Everything else of a step is in the decoder, where a late thread reads
+    // nothing.
     struct Job {
         int64_t tokens, wanted, early, blocks, singles, drawn;
     };
@@ -62,7 +63,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     static int64_t padded(int64_t n) { return panels_of(n) * kPanel; }
 
-    // Takes all memory that a step needs, so that no thread runs out of it in the middle of the step.
+    // Allocates all memory that a step needs, so that no thread runs out of memory in the middle of the step.
     void reserve(const Step& step) {
         const int64_t tokens = step.tokens;
         grow(stream_, tokens * hidden_);
@@ -79,7 +80,7 @@ template <class T> class Decoder final : public AnyDecoder {
         if ((int64_t)buffer.size() < size) buffer.resize(size);
     }
 
-    // A late thread may be here with the previous job: up to the pieces of a list it reads its own copy of the job.
+    // A late thread may be here with the previous job. Outside of the pieces it reads only its own copy of the job.
     void forward(Member& me, const Job& job) {
         if (job.drawn > 0) return draw_rows(me, job.drawn);
         me.each(job.tokens, [&](int64_t first, int64_t last) {
@@ -110,12 +111,12 @@ template <class T> class Decoder final : public AnyDecoder {
         me.each(rows, 1, [&](int64_t row, int64_t) { draw_.chosen[row] = RowDraw(draw_, draw_.rows[row]).run(); });
     }
 
-    // done(row, panel, sums) for each row of a and each panel of w.
+    // Calls done(row, panel, sums) for each row of a and each panel of w.
     void product(Member& me, const std::vector<A>& a, int64_t lda, int64_t rows, const Matrix& w, const Done& done) {
         multiply<T>(me, a.data(), lda, rows, w, scratch_[me.id].product, rounded_.data(), done);
     }
 
-    // Not inlined, as some functions below: each is compiled once, and a call costs nothing beside the work on a row.
+    // Like some functions below, not inlined: so it is compiled only once, and a call costs little compared with a row.
     __attribute__((noinline)) void embed(int64_t row) {
         const int64_t id = packed_.ids[row];
         const T* table = static_cast<const T*>(weights_.embedding);
@@ -138,7 +139,7 @@ template <class T> class Decoder final : public AnyDecoder {
         return to_float(x);
     }
 
-    // The stream, normed where there is a norm, as the next product's input.
+    // Writes the residual stream, normalised if there is a norm, as the next product's input.
     void prepare(Member& me, int64_t rows, const float* norm) {
         me.each(rows, [&](int64_t first, int64_t last) {
             for (int64_t row = first; row < last; row++)
@@ -170,7 +171,7 @@ template <class T> class Decoder final : public AnyDecoder {
         store_as(to, gates / (1.0f + exp(-slope)) * ups);
     }
 
-    // Adds a product to the residual stream. A norm after the product needs whole rows first.
+    // Adds a product to the residual stream. A norm after the product needs whole rows, which are computed first.
     void add(Member& me, int64_t rows, const std::vector<A>& a, int64_t lda, const Matrix& w, const float* norm) {
         if (norm == nullptr) {
             const auto to_stream = [&](int64_t row, int64_t p, float* c) {
@@ -215,7 +216,7 @@ template <class T> class Decoder final : public AnyDecoder {
         });
     }
 
-    // Norms and rotates the group's queries and its key, and puts key and value into their page.
+    // Normalises and rotates the queries and the key of a group, and writes the key and the value to their page.
     __attribute__((noinline)) void finish(int64_t layer, int64_t row, int64_t kv_head) {
         const Layer& weights = layers_[layer];
         const int dim = (int)shape_.head_dim;
@@ -245,8 +246,8 @@ template <class T> class Decoder final : public AnyDecoder {
 
     Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
 
-    // The cached keys and values of a sequence and key head that its tokens `position` to `position + count - 1` attend
-    // to: from the oldest one in the first token's window to the last token's own.
+    // The cached keys and values, for a sequence and a key head, that the tokens `position` to `position + count - 1`
+    // attend to: from the oldest in the first token's window to those of the last token itself.
     Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
         const int64_t head = step_.page_size * shape_.head_dim;
@@ -258,7 +259,7 @@ template <class T> class Decoder final : public AnyDecoder {
                 position + count};
     }
 
-    // Task i is a token that attends alone and a key head; `more`: this thread runs the next task too.
+    // Task i is a token that attends alone, with one key head. `more` means that this thread also runs the next task.
     __attribute__((noinline)) void attend_single(int64_t layer, Scratch& scratch, int64_t i, bool more) {
         const int64_t kv_head = i % shape_.kv_heads;
         const Single& single = packed_.singles[i / shape_.kv_heads];
@@ -272,7 +273,8 @@ template <class T> class Decoder final : public AnyDecoder {
         return seen(layer, single.sequence, i % shape_.kv_heads, packed_.positions[single.row], 1);
     }
 
-    // Task i is a block of a prompt's tokens and a key head. All blocks pack keys: so no row depends on a block's size.
+    // Task i is a block of a prompt's tokens, with one key head. All blocks pack keys, so rows do not depend on block
+    // sizes.
     __attribute__((noinline)) void attend_block(int64_t layer, Scratch& scratch, int64_t i) {
         const Block& block = packed_.blocks[i / shape_.kv_heads];
         scratch.attention.run(task(layer, block.sequence, i % shape_.kv_heads, block.row, block.count), false);

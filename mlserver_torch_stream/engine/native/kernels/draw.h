@@ -1,7 +1,7 @@
-// The token of a row of logits: temperature, then top-k, top-p and min-p, as engine/sampling/candidates.py draws it.
-// Sums and logarithms are not the same bits as there, so a row whose token could be another one by rounding stays
-// undecided, as does a row that needs more than its 1,024 largest logits: candidates.py draws those rows.
-// Knows nothing of models or threads; takes no memory.
+// Draws the token of a row of logits: temperature, then top-k, top-p and min-p, as in engine/sampling/candidates.py.
+// Sums and logarithms are not bitwise the same as there. So if rounding could change a row's token, the row stays
+// undecided, and so does a row that needs more than its 1,024 largest logits; candidates.py draws those rows.
+// Knows nothing of models or threads; allocates no memory.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,18 +26,18 @@ struct DrawCall {  // mirrored field by field in library.py
 };
 
 constexpr int64_t kUndecided = -2;  // as in candidates.py
-constexpr int64_t kTail = -3;       // a token beyond the candidates
+constexpr int64_t kTail = -3;       // the token is one beyond the candidates
 constexpr int64_t kWider = -4;      // the filters keep more than the candidates
 
 constexpr int64_t kWidths[] = {128, 1024};  // how many logits are candidates, as in candidates.py
 constexpr int64_t kMostWidth = 1024;
 constexpr uint64_t kTailCounter = uint64_t(1) << 62;
 
-// kScoreMargin: rounding changes a score by less than this. kMargin: the same, relative, for sums of weights and
-// log(min-p).
+// Rounding changes a score by less than kScoreMargin, and sums of weights and log(min-p) relatively by less than
+// kMargin.
 constexpr float kScoreMargin = 1e-4f, kMargin = 1e-5f;
 
-// The two largest scores, lane by lane.
+// The two largest scores of each lane.
 struct TwoLargest {
     FloatRegister first = FloatRegister{} - INFINITY, second = first;
     IntRegister ids{};
@@ -50,7 +50,7 @@ struct TwoLargest {
     }
 };
 
-// The id of the largest score, if rounding cannot make another one the largest.
+// Finds the id of the largest score, unless rounding could make another score the largest.
 class Winner {
   public:
     explicit Winner(const TwoLargest& found) {
@@ -70,8 +70,8 @@ class Winner {
     float first_ = -INFINITY, second_ = -INFINITY;
 };
 
-// The smallest scaled logit that the filters keep. Tokens from `certain` on are kept however sums are rounded, tokens
-// below `possible` are not.
+// The smallest scaled logit that the filters keep. However sums are rounded, tokens with at least `certain` are kept,
+// and tokens below `possible` are not.
 struct Floor {
     float certain = -INFINITY, possible = -INFINITY;
 
@@ -113,15 +113,15 @@ class RowDraw {
     float scaled(float logit) const { return (logit - top_) / temperature_; }
     float weight(float logit) const { return exp(FloatRegister{} + scaled(logit))[0]; }
 
-    // body(logits, first id) for the ids of a vector at a time. Ids from vocab_ on have the logit -inf.
+    // Calls body(logits, first id) for one vector of ids at a time. Ids from vocab_ on have the logit -inf.
     template <class Body> void each(int64_t first, int64_t last, Body&& body) const {
         for (int64_t id = first; id < std::min(last, whole_); id += kLanes)
             body(loaded<FloatRegister>(logits_ + id), id);
         if (last > whole_) body(loaded<FloatRegister>(rest_), whole_);
     }
 
-    // Finds the candidates, among them the `width` largest logits, and the weight of all other tokens. Returns false if
-    // a logit is NaN, the largest one infinite, or the candidates are too many.
+    // Finds the candidates, which include the `width` largest logits, and the weight of all other tokens. Returns false
+    // if a logit is NaN, the largest logit is infinite, or there are too many candidates.
     bool find(int64_t width) {
         const float least = threshold(width), inverse = 1.0f / temperature_;
         const bool sums = row_.top_k == 0 && (top_p_ < 1.0f || unfiltered());
@@ -140,8 +140,8 @@ class RowDraw {
         return std::isfinite(top_);
     }
 
-    // A finite lower bound of the `width` largest finite logits: of the largest logits of 2 to 4 times as many parts of
-    // the row, so many reach it. Finds the largest logit of all, or NaN.
+    // Returns a finite lower bound of the `width` largest finite logits: the row is divided into 2 to 4 times as many
+    // parts, and `width` of the parts' largest logits reach the bound. Also finds the largest logit of all, or NaN.
     float threshold(int64_t width) {
         const int64_t parts = (vocab_ + 4 * width - 1) / (4 * width) * kLanes;  // as many parts, one in each lane
         float largest[4 * kMostWidth];
@@ -167,14 +167,14 @@ class RowDraw {
         }
     }
 
-    // Puts the `width` largest candidates first and returns the last of those; -inf if there are fewer.
+    // Moves the `width` largest candidates to the front, and returns the smallest of them; -inf if there are fewer.
     float put_first(int64_t width) {
         if (held_ < width) return -INFINITY;
         std::nth_element(candidates_, candidates_ + width - 1, candidates_ + held_, std::greater<Candidate>());
         return candidates_[width - 1].logit;
     }
 
-    // Of the candidates that are kept.
+    // Returns the winner among the candidates for which `kept` is true.
     template <class Kept> Winner best(Kept&& kept) const {
         TwoLargest found;
         for (int64_t first = 0; first < held_; first += kLanes) {
@@ -192,7 +192,7 @@ class RowDraw {
         return Winner(found);
     }
 
-    // All tokens that are no larger than the last candidate take part as one.
+    // Chooses among all tokens; those no larger than the last candidate compete as one.
     int64_t among_all(int64_t width) {
         const float last = put_first(width);
         for (int64_t i = 0; i < held_; i++)
@@ -239,8 +239,8 @@ class RowDraw {
         return floor;
     }
 
-    // Keeps as many of the first `count` candidates as have the share top_p of the weight: that of the first `all`
-    // which top-k keeps, and of the others.
+    // Keeps as many of the first `count` candidates as reach the share top_p of the total weight, which is that of the
+    // first `all` candidates, which top-k keeps, plus that of the other tokens.
     void raise_to_nucleus(Floor& floor, int64_t all, int64_t count) const {
         const float kth = floor.certain;
         const auto kept_weight = [&](int64_t i) {
@@ -263,12 +263,12 @@ class RowDraw {
     static constexpr int64_t kMostHeld = 4096;
 
     const DrawnRow row_;
-    const float temperature_, top_p_, min_p_;  // as torch rounds them
+    const float temperature_, top_p_, min_p_;  // rounded to float, as torch does
     const float* const logits_;
-    const int64_t vocab_, whole_;  // whole_: the ids in whole vectors
+    const int64_t vocab_, whole_;  // whole_: the number of ids in whole vectors
     float rest_[kLanes];           // the logits of the others, then -inf
     float top_ = 0.0f;             // the largest logit
-    double others_ = 0.0;          // the weight of the tokens that are no candidates
+    double others_ = 0.0;          // the total weight of the tokens that are not candidates
     int64_t held_ = 0;
     Candidate candidates_[kMostHeld];
 };

@@ -1,5 +1,5 @@
-// Elements of a tensor as the words that products take: themselves, or widened to float where a type has no product of
-// its own (fp16), or where its rows do not end with a word (bf16 of odd length).
+// Loads elements of a tensor as the words that products need. They are unchanged, or widened to float if the type has
+// no product of its own (fp16) or its rows do not end with a whole word (bf16 of odd length).
 // Knows nothing of heads or pages.
 #pragma once
 #include <algorithm>
@@ -30,7 +30,7 @@ inline H16 load_halves(const void* from, Lanes some) {
 #endif
 }
 
-// fp16 by operations on integers alone.
+// Widens fp16 with integer operations only.
 template <class Floats, class Words, class Halves> Floats widened_by_bits(Halves halves) {
     const Words bits = __builtin_convertvector(halves, Words);
     const Words magnitude = (bits & 0x7fffu) << 13;
@@ -67,7 +67,7 @@ inline FloatRegister load_widened(const void* from) {
 #endif
 }
 
-// To nearest even; a NaN stays one.
+// Rounds to nearest even; a NaN stays a NaN.
 inline uint16_t round_fp16(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
@@ -104,12 +104,12 @@ inline H16 rounded_halves(F16 v) {
 #endif
 }
 
-// S: the tensor's type; T: that of the words. 16 words are 16 * per_word<T> elements.
+// S is the tensor's type, T that of the words. 16 words are 16 * per_word<T> elements.
 template <class S, class T> struct Elements;
 
 template <class T> struct Elements<T, T> {
     static U16 load(const T* from, Lanes some) { return load_part(reinterpret_cast<const Word*>(from), some); }
-    // sums * scale, as `emit` orders them.
+    // Stores sums * scale, in the order of `emit`.
     static void store(const float* sums, float scale, int count, T* to) { emit(sums, scale, count, to); }
 };
 

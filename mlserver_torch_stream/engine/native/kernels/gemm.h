@@ -1,8 +1,8 @@
 // Multiplies activations [rows, inputs] by a packed weight matrix [outputs, inputs]. The matrix is packed in panels of
 // 32 outputs, one after the other. A panel is [inputs / per_word][32 outputs] words of 32 bits: a float, or two
-// neighbouring inputs in bf16. So an AVX-512 load brings the same inputs of 16 outputs, and a panel is read from its
+// neighbouring inputs in bf16. So one AVX-512 load reads the same inputs of 16 outputs, and a panel is read from its
 // first byte to its last.
-// Knows nothing of layers: the caller passes the function that takes the products.
+// Knows nothing of layers: the caller passes the function that uses the products.
 #pragma once
 #include <vector>
 #include "grouped.h"
@@ -18,7 +18,7 @@ struct Matrix {
     const float* bias;  // padded to whole panels, or null
     int64_t format;     // kPlain: of the model's type; else integers as in grouped.h
 
-    // Panel p of integers.
+    // Panel p of a matrix of integers.
     const uint8_t* panel(int64_t p) const {
         return reinterpret_cast<const uint8_t*>(panels) + p * groups_of(k) * grouped_format(format).block;
     }
@@ -26,11 +26,11 @@ struct Matrix {
 
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// A thread's tiles of factors A. Which unit of the CPU computes them follows from A and the inputs of a product alone,
-// never from its rows: a row's sums are the same bits in any batch.
+// A thread's tiles of factors A. Which unit of the CPU computes them depends only on A and the inputs of a product,
+// never on its rows, so a row's sums are bitwise the same in any batch.
 template <class A> class Tiles {
   public:
-    // The most rows of a tile.
+    // The maximum number of rows of a tile.
     int rows(int64_t inputs) const { return by_unit(inputs) ? kUnitRows : kVectorRows; }
 
     // out[rows][32] = a[rows][inputs] x panel, which is [inputs / per_word<A>][32] words.
@@ -38,9 +38,9 @@ template <class A> class Tiles {
         run_part<A>(rows, a, lda, panel, inputs, inputs, out, ldo, Fetch(panel, 0), false);
     }
 
-    // So many of a product's inputs, of `all` of them, from a panel of words of S. `onto`: each sum goes on where it
-    // stopped, so that it is the same bits as in one go. All parts but the last are of whole kUnitWords. `keep`, where
-    // not null, gets the panel as words of A.
+    // Multiplies some of the `all` inputs of a product, from a panel of words of S. With `onto` each sum continues
+    // where it stopped, so that it is bitwise the same as in one go. All parts but the last are multiples of
+    // kUnitWords. `keep`, unless null, receives the panel as words of A.
     template <class S>
     void run_part(int rows, const A* a, int64_t lda, const Word* panel, int64_t inputs, int64_t all, float* out,
                   int64_t ldo, Fetch fetch, bool onto, Word* keep = nullptr) {
@@ -65,7 +65,7 @@ template <class A> class Tiles {
     MatrixUnit unit_;
 };
 
-// The rows of a batch in tiles of almost equal height: 16 are 8 + 8, not 12 + 4.
+// Divides the rows of a batch into tiles of almost equal height: 16 into 8 + 8, not 12 + 4.
 struct Tiling {
     Tiling(int64_t rows, int highest) : rows(rows), count((rows + highest - 1) / highest) {}
     int64_t first(int64_t i) const { return i * rows / count; }
@@ -75,14 +75,14 @@ struct Tiling {
 constexpr int64_t kBlockWords = 384;  // of a panel, 48 KiB, which stay in the second-level cache with the sums and rows
 constexpr int64_t kBlockRows = 256;   // whose sums take 32 KiB
 
-// The inputs of a block of a product: equal parts, of whole kUnitWords and at most kBlockWords.
+// The number of inputs in each block of a product: equal parts, multiples of kUnitWords and at most kBlockWords.
 template <class A> int64_t block_inputs(int64_t inputs) {
     constexpr int64_t kUnit = 16 * per_word<A>, kMost = kBlockWords * per_word<A>;
     const int64_t count = (inputs + kMost - 1) / kMost;
     return (inputs + count * kUnit - 1) / (count * kUnit) * kUnit;
 }
 
-// A member's room for a product.
+// A team member's buffers for a product.
 struct alignas(64) ProductScratch {
     Word block[kBlockWords * kPanel];
     float sums[kBlockRows][kPanel];
@@ -90,8 +90,8 @@ struct alignas(64) ProductScratch {
 };
 
 // What is done with the products of some rows and a panel: a function of (row, panel, sums[32]). It refers to the
-// caller's function and must not outlive it; so a product is compiled once for all functions. `adds_to`, where not
-// null: the rows [stride] that the function adds the sums to. They are fetched while the sums are computed.
+// caller's function and must not outlive it. So a product is compiled only once for all functions. `adds_to`, unless
+// null, are the rows [stride] to which the function adds the sums; they are prefetched while the sums are computed.
 class Done {
   public:
     template <class F> Done(const F& function, const float* adds_to = nullptr, int64_t stride = 0)
@@ -118,14 +118,15 @@ class Done {
     void (*call_)(const void*, int64_t, int64_t, int64_t, float*);
 };
 
-// A thread's part of the product of rows a [inputs], of factors A, with a matrix whose words are of T.
+// A thread's part of the product of rows a [inputs], with factors A, and a matrix whose words are of type T.
 template <class A, class T> class Product {
   public:
     Product(const A* a, int64_t lda, const Matrix& w, ProductScratch& scratch, const Done& done)
         : a_(a), lda_(lda), inputs_(w.k), panels_(w.panels), scratch_(scratch), done_(done) {}
 
-    // Up to kBlockRows rows times panel p. One tile reads the panel as a stream. Several tiles go through it by blocks:
-    // the first tile widens a block for all of them, if T has to be widened, and the first two fetch the next block.
+    // Multiplies up to kBlockRows rows by panel p. A single tile reads the panel as a stream. Several tiles go through
+    // it in blocks: the first tile widens a block for all of them, if T has to be widened, and the first two tiles
+    // prefetch the next block.
     void run(int64_t p, int64_t first, int64_t rows) {
         const Tiling tiling(rows, tiles_.rows(inputs_));
         if (tiling.count == 1) {
@@ -181,7 +182,7 @@ template <class A, class T> class Product {
     Tiles<A> tiles_;
 };
 
-// For every row of a [rows][k] and every panel of w, whose words are of T.
+// Computes the products of all rows of a [rows][k] with all panels of w, whose words are of type T.
 template <class T, class A>
 void multiply_dense(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
                     const Done& done) {
@@ -197,8 +198,8 @@ void multiply_dense(Member& me, const A* a, int64_t lda, int64_t rows, const Mat
 
 constexpr int64_t kFew = 16;
 
-// The rows of a product as int8. Each member rounds a few rows for itself when its first piece begins, which takes less
-// time than to wait for each other; all members together round many rows, into `shared`.
+// The rows of a product as int8. Few rows are rounded by each member for itself when its first piece begins, which
+// takes less time than waiting for each other; many rows are rounded by all members together, into `shared`.
 template <class T> class RoundedRows {
   public:
     RoundedRows(const T* a, int64_t lda, int64_t rows, int64_t k) : a_(a), lda_(lda), rows_(rows), k_(k) {}
@@ -215,7 +216,7 @@ template <class T> class RoundedRows {
     int64_t lda_, rows_, k_;
 };
 
-// sums[count][32] = rows[count] x panel.
+// Computes sums[count][32] = rows[count] x panel.
 inline void multiply_grouped_panel(const GroupedFormat& format, const RoundedBlock* rows, int64_t count,
                                    int64_t groups, const uint8_t* panel, float (*sums)[kPanel]) {
     const Tiling tiling(count, kGroupedRows);
@@ -225,7 +226,7 @@ inline void multiply_grouped_panel(const GroupedFormat& format, const RoundedBlo
     }
 }
 
-// Integers times integers.
+// Multiplies integers by integers.
 template <class T>
 void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, ProductScratch& scratch,
                       RoundedBlock* shared, const Done& done) {
@@ -248,7 +249,8 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
     });
 }
 
-// The same in the format of w, in a model of type T. `shared` has room for all rows as int8, the scratch for kFew.
+// The same for any format of w, in a model of type T. `shared` has room for all rows as int8, the scratch for kFew
+// rows.
 template <class T>
 void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
               RoundedBlock* shared, const Done& done) {
@@ -256,7 +258,7 @@ void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const M
     multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
 }
 
-// out[rows][whole panels] = a[rows][k] x w, by a team of its own.
+// Computes out[rows][whole panels] = a[rows][k] x w, with a team of its own.
 template <class T> void multiply_rows(const Matrix& w, const Factor<T>* a, int64_t rows, float* out, int threads) {
     const int64_t width = panels_of(w.n) * kPanel;
     std::vector<ProductScratch> scratch(threads);

@@ -1,6 +1,6 @@
-// Weights as small integers: groups of 32 neighbouring inputs, or halves of them, with a scale for each output and
+// Weights as small integers: for each output, groups of 32 neighbouring inputs, or halves of groups, have a scale and
 // perhaps a minimum, as in GGUF's formats. They are multiplied as integers with rounded activations.
-// Knows nothing of files; ``groups.py`` lays the panels out.
+// Knows nothing of files; ``groups.py`` writes the panels.
 #pragma once
 #include "elements.h"
 #include "integer_dot.h"
@@ -8,9 +8,9 @@
 
 namespace native {
 
-// A weight is scale * (code - kOffset) + minimum. A panel of 32 outputs is a row of blocks, one for each group: its
-// codes, [8 quads of inputs][32 outputs][4 inputs] in bytes; of 4 bits, one byte holds a code of output i and, above
-// it, that of output 16 + i. Then scales [kScales][32] and minima [32] in fp16.
+// A weight is scale * (code - kOffset) + minimum. A panel of 32 outputs is a row of blocks, one for each group. A block
+// begins with its codes, [8 quads of inputs][32 outputs][4 inputs] in bytes; with 4 bits, the low half of a byte is a
+// code of output i and the high half that of output 16 + i. Then come scales [kScales][32] and minima [32] in fp16.
 template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     using Products = ByteProducts<kBits>;
     static constexpr bool kMinimum = kHasMinimum, kBytewise = kBits == 8;
@@ -21,7 +21,7 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     static constexpr int64_t kCodeBytes = kBits * 128, kHalves = 64;
     static constexpr int64_t kBlock = kCodeBytes + kHalves * (kScales + kMinimum);
 
-    // A part of quad q of kLanes outputs from `lane` on, and of as many from `lane` + 16 on.
+    // Loads a part of quad q for kLanes outputs from `lane` on, and for as many from `lane` + 16 on.
     static void quad(const uint8_t* block, int q, int part, int lane, WordRegister (&w)[2]) {
         if constexpr (kBytewise) {
             const WordRegister turn = (kSigned ? 0x80808080u : 0) - WordRegister{};
@@ -32,7 +32,7 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
             w[0] = both & 0x0f0f0f0fu, w[1] = both >> 4 & 0x0f0f0f0fu;
         }
     }
-    // kLanes of the scales, or of the minima after them.
+    // Loads kLanes of the scales, or of the minima that follow them.
     static FloatRegister halves(const uint8_t* block, int which, int lane) {
         return load_widened(block + kCodeBytes + kHalves * which + 2 * lane);
     }
@@ -53,7 +53,7 @@ enum Format : int64_t { kPlain, kFour, kFourMin, kEight, kEightMin, kEightHalves
 
 constexpr int kGroupedRows = 6;  // 6 x 2 sums of bytes, 2 weights, 1 activation and 1 product fill 16 registers
 
-// The products of a group with two registers of outputs, onto `sums`. Integers are exact.
+// Adds the products of a group with two registers of outputs to `sums`. Integer sums are exact.
 template <class C, int M>
 [[gnu::always_inline]] inline void add_group(const RoundedBlock* rows, int64_t stride, const uint8_t* block, int lane, FloatRegister (&sums)[M][2]) {
     constexpr int kQuads = 8 / C::kScales;
@@ -64,7 +64,8 @@ template <class C, int M>
         for (int q = 0; q < kQuads; q++) {
 #pragma GCC unroll 2
             for (int part = 0; part < C::Products::kParts; part++) {
-                // Else GCC keeps the activations of all quads for the next outputs, which are more than there are registers.
+                // Otherwise GCC keeps the activations of all quads for the next outputs, and has too few registers for
+                // them.
                 if (kLanes < 16) asm volatile("" ::: "memory");
                 WordRegister w[2];
                 C::quad(block, s * kQuads + q, part, lane, w);
@@ -96,8 +97,8 @@ template <class C, int M>
     }
 }
 
-// out[M][32] = rows[M][blocks] x panel[blocks]. The order of the scaled sums is that of the blocks for every M: a row's
-// bits are the same in any batch.
+// Computes out[M][32] = rows[M][blocks] x panel[blocks]. For every M the scaled sums are added in the order of the
+// blocks, so a row's result is bitwise the same in any batch.
 template <class C, int M>
 __attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t stride, const uint8_t* panel,
                                             int64_t blocks, float* out, int64_t ldo) {
@@ -123,7 +124,7 @@ template <class C> constexpr GroupedTile kGroupedTiles[] = {
     grouped_tile<C, 6>,
 };
 
-// The weight of one output (of a panel) and one input.
+// Returns the weight of one output of a panel for one input.
 template <class C> float grouped_weight(const uint8_t* panel, int64_t output, int64_t input) {
     const uint8_t* block = panel + input / kGroup * C::kBlock;
     const int64_t i = input % kGroup, byte = i % 4, quad = i / 4;
@@ -142,7 +143,7 @@ template <class C> float grouped_weight(const uint8_t* panel, int64_t output, in
     return C::kMinimum ? weight + half(C::kScales) : weight;
 }
 
-// What is to be done with the panels of a format.
+// The functions for the panels of a format.
 struct GroupedFormat {
     int64_t block;  // bytes
     const GroupedTile* tiles;  // by their rows

@@ -1,4 +1,4 @@
-// Gumbel noise as a hash of a key and a counter: what engine/sampling/row_sampler.py computes, but for rounding.
+// Gumbel noise as a hash of a key and a counter: the same as in engine/sampling/row_sampler.py, except for rounding.
 // Knows nothing of rows or tokens.
 #pragma once
 #include <utility>

@@ -1,4 +1,4 @@
-// What is done to one head of one token: its norm, its rotation, and writing sums back as the model's own type.
+// The operations on one head of one token: its norm, its rotation, and storing sums in the model's own type.
 // Knows nothing of where heads come from or go to.
 #pragma once
 #include <cmath>
@@ -24,7 +24,7 @@ template <class T> void convert(const float* x, int count, T* to) {
     for (; i < count; i++) assign(to + i, x[i]);
 }
 
-// x * scale * weight (null: unscaled), its first 2 * half lanes rotated by cos and sin, as T.
+// Writes x * scale * weight as T, or x itself if weight is null; the first 2 * half lanes are rotated by cos and sin.
 template <class T>
 __attribute__((noinline)) void finish_head(const float* x, float scale, const float* weight, const float* cos, const float* sin, int half,
                  int head_dim, T* to) {
@@ -41,7 +41,7 @@ __attribute__((noinline)) void finish_head(const float* x, float scale, const fl
     convert(turned, head_dim, to);
 }
 
-// Two rows of values as words of (first row, second row), the even dimensions and the odd ones apart: then a product
+// Joins two rows of values to words of (first row, second row), with even and odd dimensions apart, so that a product
 // with a pair of probabilities sums over keys without a shuffle. `emit` puts the dimensions back in order.
 inline void pair_rows(U16 first, U16 second, U16& even, U16& odd) {
     even = (first & 0xffffu) | (second << 16);
@@ -56,7 +56,7 @@ inline void store_part(Word* to, U16 v, int n) {
     }
 }
 
-// sums * scale to T. For bf16 each 32 sums are 16 even dimensions, then 16 odd ones.
+// Stores sums * scale as T. For bf16 each 32 sums are 16 even dimensions, followed by 16 odd ones.
 inline void emit(const float* sums, float scale, int head_dim, float* to) {
     for (int i = 0; i < head_dim; i += 16)
         store_part(reinterpret_cast<Word*>(to + i), (U16)(load_f(sums + i) * scale), head_dim - i);
@@ -68,7 +68,7 @@ inline void emit(const float* sums, float scale, int head_dim, Bf16* to) {
     }
 }
 
-// cap * tanh(x / cap), as e^2x; 0 means no cap.
+// Returns cap * tanh(x / cap), computed from e^(2x / cap); a cap of 0 means no cap.
 inline F16 soft_cap(F16 x, float cap) {
     if (cap == 0) return x;
     const F16 limit = broadcast_f(20.0f);  // tanh is 1 in float32 from 9 on
@@ -77,8 +77,8 @@ inline F16 soft_cap(F16 x, float cap) {
     return (e - 1.0f) / (e + 1.0f) * cap;
 }
 
-// Writes 2^(score * scale - most), unnormalised probabilities, to `to`, and returns their sum. `most` is the largest
-// score * scale or more.
+// Writes the unnormalised probabilities 2^(score * scale - most) to `to`, and returns their sum. `most` is at least the
+// largest score * scale.
 template <class T>
 __attribute__((noinline)) float exponentials(const float* scores, int64_t count, float scale, float most, T* to) {
     F16 total{};

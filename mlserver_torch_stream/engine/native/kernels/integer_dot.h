@@ -1,5 +1,5 @@
-// Products of bytes, summed in the 32-bit lanes of a register: codes of weights times signed codes of activations. One
-// instruction for four of them with VNNI or Arm's dot product; without it AVX multiplies pairs in 16 bits.
+// Products of bytes, summed in the 32-bit lanes of a register: codes of weights times signed codes of activations. VNNI
+// and Arm's dot product compute four of them in one instruction; without these AVX multiplies pairs in 16 bits.
 // Knows nothing of panels or scales.
 #pragma once
 #include "simd.h"
@@ -12,13 +12,13 @@ namespace native {
 using IntRegister = int32_t __attribute__((vector_size(kRegisterBytes)));
 
 #if defined(__ARM_FEATURE_DOTPROD)
-constexpr bool kUnsignedBytes = false;  // it multiplies signed ones
+constexpr bool kUnsignedBytes = false;  // Arm's instruction multiplies signed bytes
 #else
 constexpr bool kUnsignedBytes = true;  // weights of all 8 bits are unsigned
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-constexpr bool kPairs = true;  // no instruction multiplies four bytes and sums in 32 bits
+constexpr bool kPairs = true;  // no instruction multiplies four bytes and sums them in 32 bits
 #else
 constexpr bool kPairs = false;
 #endif
@@ -41,8 +41,8 @@ inline IntRegister multiply_halves(WordRegister w, WordRegister x) {
 
 // Sums of products of kBits-bit codes with activations of at most 127, over a group of 32 inputs.
 //   kParts: the parts of a quad of inputs, each multiplied by a word of activations.
-//   part: such a part of the bytes of a quad, in each lane.
-//   add: adds the products of such a part.
+// part: one of these parts of a quad's bytes, in each lane.
+// add: adds the products of one part.
 //   total: the sum in each lane.
 template <int kBits> struct ByteProducts {
     static constexpr int kParts = 1;
@@ -68,13 +68,13 @@ template <int kBits> struct ByteProducts {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 using HalfWords = uint16_t __attribute__((vector_size(kRegisterBytes)));
 
-// The sum as it is now. Else GCC makes all products first, to add them in another order, and has no registers for them.
+// Returns the sum unchanged, and keeps GCC from computing all products first, for which it has too few registers.
 inline IntRegister in_order(IntRegister sum) {
     asm("" : "+v"(sum));
     return sum;
 }
 
-// A pair of products is at most 2 * 15 * 127, and the eight of a group fit 16 bits: so they are summed there.
+// A pair of products is at most 2 * 15 * 127, and the eight pairs of a group fit in 16 bits, so they are summed there.
 template <> struct ByteProducts<4> {
     static constexpr int kParts = 1;
     static WordRegister part(WordRegister quads, int) { return quads; }
@@ -84,7 +84,7 @@ template <> struct ByteProducts<4> {
     static IntRegister total(IntRegister sum) { return multiply_halves((WordRegister)sum, 0x00010001u - WordRegister{}); }
 };
 
-// 2 * 255 * 127 does not fit 16 bits: the bytes are widened, the even ones of a quad and then the odd ones.
+// 2 * 255 * 127 does not fit in 16 bits, so the bytes are widened: first the even ones of a quad, then the odd ones.
 template <> struct ByteProducts<8> {
     static constexpr int kParts = 2;
     static WordRegister part(WordRegister quads, int odd) {

@@ -9,11 +9,11 @@ namespace native {
 
 constexpr int kKeys = 256;  // packed keys (32 KiB of 64 bf16 dimensions) stay in the first-level cache with the tiles
 
-// Prefetches keys or values while those before them are computed: the hardware's prefetching starts anew with each page
-// and head. With it, 32 rows of 1,500 tokens take half of the time.
+// Prefetches keys or values while earlier ones are computed, because the hardware's prefetching starts anew with each
+// page and head. With it, 32 rows of 1,500 tokens take half the time.
 template <class S> class Ahead {
   public:
-    // `column` of the positions of `live`, in so many calls of `fetch`.
+    // Prefetches `column` for the positions of `live`, spread over `calls` calls of `fetch`.
     Ahead(const Live<S>& live, const Column<S>& column, int64_t calls)
         : live_(live), column_(column), position_(live.first),
           lines_((live.stop - live.first) * column.row * (int64_t)sizeof(S) / calls / 64 + 1) {}
@@ -39,18 +39,18 @@ template <class S> class Ahead {
     const char *line_ = nullptr, *end_ = nullptr;
 };
 
-// The lanes that vector v of a row of so many elements fills.
+// The lanes that vector v of a row of `dim` elements fills.
 template <class T> Lanes some_of(int64_t dim, int v) {
     return lanes((int)((dim + per_word<T> - 1) / per_word<T>) - 16 * v);
 }
 // The vectors of a row.
 template <class T> int vectors_of(int64_t dim) { return (int)((dim + 16 * per_word<T> - 1) / (16 * per_word<T>)); }
 
-// S: the type of keys and values; T: that of the factors of a product.
+// S is the type of keys and values, T that of the factors of a product.
 template <class S, class T> class KeyBlock {
   public:
-    // Notes where the keys and values of positions first to first + count - 1 lie. A position that no query sees, and
-    // one after the last up to a whole panel, takes the nearest position that is seen.
+    // Records where the keys and values of the positions first to first + count - 1 are. For positions that no query
+    // sees, and for those after the last that fill its panel, it records the nearest position that is seen.
     void point_at(const Live<S>& live, int64_t first, int64_t count) {
         const int64_t hidden = std::max<int64_t>(0, live.first - first);
         for (int64_t i = hidden; i < count;) {
@@ -72,7 +72,7 @@ template <class S, class T> class KeyBlock {
     const S* key(int64_t i) const { return keys_at_[i]; }
     const S* value(int64_t i) const { return values_at_[i]; }
 
-    // scores[padded] = the query x keys.
+    // Computes scores[padded] = query x keys.
     __attribute__((noinline)) void multiply(const Word* query, int64_t dim, int64_t padded, float* scores,
                                             Ahead<S>& keys, Ahead<S>& values) const {
         const int vectors = vectors_of<T>(dim);
@@ -91,7 +91,7 @@ template <class S, class T> class KeyBlock {
         }
     }
 
-    // sums[rows][width] = sums * rescale[rows] + probabilities[rows][count] x values.
+    // Computes sums[rows][width] = sums * rescale[rows] + probabilities[rows][count] x values.
     void mix(int64_t rows, const T (*probabilities)[kKeys], const float* rescale, int64_t dim, int64_t count,
              float* sums, int64_t width) const {
         for (int64_t r = 0; r < rows;) {
@@ -110,7 +110,7 @@ template <class S, class T> class KeyBlock {
     static constexpr int kStep = 16 * per_word<T>;  // elements of a vector of words
     using Load = Elements<S, T>;
 
-    struct Mixture {  // the arguments of mix, from a row on
+    struct Mixture {  // the arguments of mix, from one row on
         const T (*probabilities)[kKeys];
         const float* rescale;
         int64_t dim, count;
@@ -118,7 +118,7 @@ template <class S, class T> class KeyBlock {
         int64_t width;
     };
 
-    // H rows take the values of the block, as many vectors at a time as there are registers for their sums.
+    // Adds the block's values to the sums of H rows, as many vectors at a time as there are registers for the sums.
     template <int H> void mix_rows(const Mixture& to) const {
         constexpr int kMost = 16 / (H * per_word<T>);
         for (int v = 0, left = vectors_of<T>(to.dim); left > 0; left = vectors_of<T>(to.dim) - v) {
@@ -139,7 +139,7 @@ template <class S, class T> class KeyBlock {
         F16 acc[H][V][kParts] = {};
         for (int64_t key = 0; key < to.count; key += kParts) {
             const S *even = values_at_[key] + first * kStep, *odd = values_at_[key + kParts - 1] + first * kStep;
-            const bool paired = key + 1 < to.count;  // else there is no second key, whose value could be infinite
+            const bool paired = key + 1 < to.count;  // otherwise there is no second key: memory there may hold infinity
             U16 weights[H];
 #pragma GCC unroll 4
             for (int h = 0; h < H; h++) weights[h] = broadcast(word_at(to.probabilities[h] + key));

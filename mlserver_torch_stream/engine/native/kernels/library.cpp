@@ -1,5 +1,5 @@
 // The C interface of the kernels: make a decoder, step it, drop it; draw tokens; attend to pages, write to them. No
-// exception leaves.
+// exception leaves these functions.
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -14,7 +14,8 @@ namespace {
 
 thread_local char failure[256];
 
-// 0; 1 where memory is short; 2 where the work failed in another way, which native_failure describes.
+// Runs the work. Returns 0; 1 if there is too little memory; 2 if it failed in another way, which native_failure
+// describes.
 template <class Work> int status_of(Work&& work) {
     try {
         work();
@@ -33,7 +34,7 @@ template <class Work> int status_of(Work&& work) {
 
 extern "C" {
 
-// The message of the last exception of the calling thread.
+// Returns the message of the calling thread's last exception.
 const char* native_failure() { return failure; }
 
 int native_create(const native::Shape* shape, const native::Weights* weights, int is_bf16, int threads,
@@ -49,29 +50,29 @@ int native_create(const native::Shape* shape, const native::Weights* weights, in
     });
 }
 
-// Memory is short before anything was done, or never.
+// Allocates all memory before it computes, so it cannot run out of memory in the middle.
 int native_step(void* decoder, const native::Step* step) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->run(*step); });
 }
 
-// Draws on the decoder's threads. The logits may be other logits than the decoder's last step has computed.
+// Draws on the decoder's threads. The logits need not be those of the decoder's last step.
 int native_draw(void* decoder, const native::DrawCall* call) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->draw(*call); });
 }
 
-// out[rows][whole panels of w.n] = a[rows][w.k] x w, of float32 activations.
+// Computes out[rows][whole panels of w.n] = a[rows][w.k] x w, for float32 activations.
 int native_multiply(const native::Matrix* w, const float* a, int64_t rows, float* out, int threads) {
     return status_of([&] { native::multiply_rows<float>(*w, a, rows, out, threads); });
 }
 
-// Blocks of GGUF to panels.
+// Converts blocks of GGUF to panels.
 int native_pack(const native::PackCall* call, int threads) {
     return status_of([&] { native::pack(*call, threads); });
 }
 
 void native_destroy(void* decoder) { delete static_cast<native::AnyDecoder*>(decoder); }
 
-// On `threads` threads of the pool; null: on the caller's alone.
+// Runs on `threads` threads of the pool, or only on the caller's if `parallel` is null.
 int native_attend_pages(const native::PagesCall* call, native::Parallel parallel, int threads) {
     return status_of([&] { native::attend_pages(*call, parallel, threads); });
 }

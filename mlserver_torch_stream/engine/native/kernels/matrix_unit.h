@@ -1,5 +1,5 @@
-// The CPU's matrix unit (Intel AMX): sixteen rows of bf16 against sixteen outputs in one instruction, on the very
-// panels that the vector tiles read. Where it was not compiled in, or Linux does not lend it, it is not there.
+// The CPU's matrix unit (Intel AMX): one instruction multiplies sixteen rows of bf16 by sixteen outputs, from the same
+// panels that the vector tiles read. It is not used if it was not compiled in or Linux does not permit it.
 // Knows nothing of matrices larger than a tile's.
 #pragma once
 #include "simd.h"
@@ -14,11 +14,11 @@ namespace native {
 constexpr int kPanel = 32;  // outputs that a tile computes at once
 
 // Cache lines to prefetch while a tile computes: with each word of the panel the next two, `stride` bytes after the
-// last ones. So memory is read while the registers work, and by one stream that crosses pages, which the hardware's
-// prefetching does not.
+// previous two. So memory is read during the computation, and in one stream that crosses pages, which the hardware's
+// prefetching does not do.
 struct Fetch {
     const char* start;
-    int64_t stride;  // 128: each line once; less where a tile has more words than the stream has lines
+    int64_t stride;  // 128: each line once; less if a tile has more words than the stream has lines
 
     Fetch(const void* start, int64_t stride) : start(static_cast<const char*>(start)), stride(stride) {}
 
@@ -37,14 +37,14 @@ struct Fetch {
 constexpr int kUnitRows = 32;   // of a tile: two registers of 16
 constexpr int kUnitWords = 16;  // of a row in one register
 
-// The kernel keeps 8 KiB of tile registers per thread only for processes that asked.
+// Asks for the unit: Linux saves the 8 KiB of tile registers per thread only for processes that have asked.
 inline bool lent_matrix_unit() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool lent = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     return lent;
 }
 
-// A thread's use of the unit, from the first tile to the object's end: released, a switch of threads costs no more.
+// A thread's use of the unit, from the first tile to the object's end. After its release, thread switches cost no more.
 class MatrixUnit {
   public:
     MatrixUnit() = default;
@@ -53,7 +53,7 @@ class MatrixUnit {
         if (rows_ != 0) _tile_release();
     }
 
-    // out[rows][32] (+)= a[rows][words] x panel[words][32]; rows up to 32, words a multiple of 16.
+    // Computes out[rows][32] (+)= a[rows][words] x panel[words][32], for up to 32 rows and words a multiple of 16.
     void tile(int rows, const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
               Fetch fetch, bool onto) {
         shape(rows);
@@ -65,13 +65,14 @@ class MatrixUnit {
     }
 
   private:
-    // Registers 0 to 3: sums, of two halves of rows by two halves of a panel. 4 and 5: rows. 6 and 7: the panel.
+    // Registers 0 to 3 hold sums, for two halves of the rows and two halves of a panel; 4 and 5 rows; 6 and 7 the
+    // panel.
     template <bool kBoth>
     static void product(const Word* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo,
                         Fetch fetch, bool onto) {
         constexpr int64_t kPanelBytes = 32 * sizeof(Word);
         const int64_t row_bytes = lda * (int64_t)sizeof(Word), out_bytes = ldo * (int64_t)sizeof(float);
-        // GCC's intrinsics do not say that they read memory: what was written before must be there.
+        // GCC's intrinsics do not say that they read memory, so all earlier writes must be done here.
         __asm__ volatile("" ::: "memory");
         if (onto) {
             _tile_loadd(0, out, out_bytes);

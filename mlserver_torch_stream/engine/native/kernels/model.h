@@ -1,5 +1,5 @@
-// The structures that Python passes: a model's shape and weights once, the tokens and block tables of each step. They
-// are plain C, and mirrored field by field in library.py.
+// The structures that Python passes: a model's shape and weights once, and the tokens and block tables of each step.
+// They are plain C, and library.py mirrors them field by field.
 #pragma once
 #include "gemm.h"
 
@@ -46,8 +46,8 @@ struct Step {
     const int64_t* ids;                 // [tokens]
     const int64_t* starts;              // [sequences]: tokens in the cache before these
     const int64_t* counts;              // [sequences]: new tokens
-    const int64_t* wants;               // [sequences]: its last so many tokens have wanted logits
-    const int32_t* const* tables;       // [groups][table_stride], of which one for each sequence
+    const int64_t* wants;               // [sequences]: how many last tokens need logits
+    const int32_t* const* tables;       // [groups][table_stride]: one table per sequence
     int64_t table_stride;
     const Pages* pages;  // [layers]
     int64_t page_size;

@@ -1,6 +1,6 @@
-// Lays rows of GGUF's blocks out as the panels of groups that ``grouped.h`` describes, and dense rows as those of
+// Converts rows of GGUF's blocks to the panels of groups that ``grouped.h`` describes, and dense rows to those of
 // ``gemm.h``, without a copy in between.
-// Knows nothing of files; ``packed_rows.py`` reads the same blocks in torch, as the reference.
+// Knows nothing of files; ``packed_rows.py`` reads the same blocks with torch, as the reference.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -26,7 +26,7 @@ struct PackCall {  // mirrored field by field in library.py
     uint8_t* panels;
 };
 
-// One group of 32 weights: codes with the offset of 4 bits, or of 8 bits with 128 added; scales of its halves.
+// One group of 32 weights: codes of 4 bits with their offset, or of 8 bits with 128 added; the scales of its halves.
 struct UnpackedGroup {
     uint8_t codes[32];
     float scales[2];
@@ -71,7 +71,7 @@ inline void add_to(uint8_t (&codes)[32], uint8_t more) {
     put(bytes_at(codes) + same(more), bytes_at(codes + 16) + same(more), codes);
 }
 
-// The scale and the minimum of group g of a block of eight groups, which have six bits each.
+// Reads the scale and the minimum, of six bits each, of group g in a block of eight groups.
 inline void k_scales(const uint8_t* block, int64_t g, UnpackedGroup& to) {
     const uint8_t* packed = block + 4;
     const int64_t i = g % 4;
@@ -87,14 +87,14 @@ inline void k_nibbles(const uint8_t* packed, int64_t g, uint8_t (&codes)[32]) {
     put(bytes_at(bytes) >> shift & same(15), bytes_at(bytes + 16) >> shift & same(15), codes);
 }
 
-constexpr int64_t kAhead = 512;  // bytes of a row that are fetched before they are read
+constexpr int64_t kAhead = 512;  // how many bytes ahead a row is prefetched
 
-// Group g of a row.
+// Unpacks group g of a row.
 inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
     to.minimum = 0;
     const auto single = [&](int64_t bytes) {
         const uint8_t* block = row.blocks + g * bytes;
-        __builtin_prefetch(block + kAhead);  // more rows are read than the hardware follows
+        __builtin_prefetch(block + kAhead);  // more rows are read than the hardware prefetches
         to.scales[0] = to.scales[1] = half_at(block);
         return block;
     };
@@ -167,7 +167,7 @@ inline bool kind_has_minimum(int64_t kind) {
     return kind == kQ4_1 || kind == kQ5_1 || kind == kQ4_K || kind == kQ5_K;
 }
 
-// One panel. Returns false for a scale that fp16 lacks.
+// Writes one panel. Returns false if a scale is not finite in fp16.
 template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t* to) {
     bool finite = true;
     for (int64_t g = 0; g < groups; g++, to += C::kBlock) {
@@ -183,7 +183,7 @@ template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t
                 const int offset = kind_bits(kind) == 8 ? 128 : kind_has_minimum(kind) ? 0 : 8;
                 if (C::kBytewise != (kind_bits(kind) == 8)) {
                     add_to(group.codes, (uint8_t)(C::kOffset - offset));
-                } else {  // a power of two times the scale: nothing is rounded
+                } else {  // a power of two times the scale, so nothing is rounded
                     group.minimum += (float)(C::kOffset - offset) * group.scales[0];
                 }
             }
@@ -193,7 +193,7 @@ template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t
                 finite &= (bits & 0x7c00) != 0x7c00;
                 memcpy(to + C::kCodeBytes + C::kHalves * which + 2 * output, &bits, sizeof bits);
             };
-            // Formats with two scales have them side by side for each half: [scale][output].
+            // Formats with two scales per group have one for each half: [scale][output].
             for (int s = 0; s < C::kScales; s++) write(s, group.scales[s]);
             if (C::kMinimum) write(C::kScales, group.minimum + 0.0f);  // no negative zero
         }
@@ -234,7 +234,7 @@ inline void pack_words(const PackCall& call, int64_t panel) {
     }
 }
 
-// On `threads` threads. Throws where a scale is not finite in fp16.
+// Packs on `threads` threads. Throws if a scale is not finite in fp16.
 inline void pack(const PackCall& call, int threads) {
     const auto work = [&](int64_t panel) {
         switch (call.format) {
@@ -258,7 +258,7 @@ inline void pack(const PackCall& call, int threads) {
     others.reserve((size_t)threads);
     try {
         for (int i = 1; i < threads; i++) others.emplace_back(serve);
-    } catch (const std::exception&) {  // fewer threads do the work, too
+    } catch (const std::exception&) {  // fewer threads do the work as well
     }
     serve();
     for (std::thread& other : others) other.join();

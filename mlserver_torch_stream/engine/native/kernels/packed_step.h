@@ -1,9 +1,9 @@
 // The order of a step's work: the row of each packed token, the keys that are written before any token attends, and the
-// pieces of the attention. One thread makes it for all threads.
+// pieces of the attention. One thread computes it for all threads.
 //
-// The tokens whose logits are wanted take the first rows: after the keys and values of the last layer no other row is
-// computed. Such a token attends alone; the other tokens of a prompt attend in blocks. So neither which of
-// the two a token takes nor any bit of its logits depends on how a scheduler cuts prompts.
+// The tokens whose logits are wanted have the first rows, because after the last layer's keys and values no other row
+// is computed. Such a token attends alone; the other tokens of a prompt attend in blocks. So neither the way in which a
+// token attends nor any bit of its logits depends on how a scheduler cuts prompts into chunks.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -11,11 +11,11 @@
 
 namespace native {
 
-struct Block {  // neighbouring tokens of a prompt, in neighbouring rows
+struct Block {  // consecutive tokens of a prompt, in consecutive rows
     int64_t sequence, row, count;
 };
 
-struct Single {  // a token that attends alone; `written`: its queries are ready and its key is in its page
+struct Single {  // a token that attends alone; `written`: its queries are ready, its key is in its page
     int64_t sequence, row;
     bool written;
 };
@@ -40,8 +40,9 @@ class PackedStep {
   private:
     void add(const Step& step, int64_t s, int64_t block_size) {
         const int64_t count = step.counts[s], others = count - step.wants[s], start = step.starts[s];
-        // A token alone writes its key as it attends, unless another token of the step may read it: a later one of
-        // its sequence, or one of a sequence that shares the page, which it then fills.
+        // A token that attends alone writes its key when it attends, unless another token of the step may read the key:
+        // a later one of its sequence, or one of a sequence that shares the page, which can be only if the token fills
+        // the page.
         const bool alone = count == 1 && others == 0 && (start + 1) % step.page_size != 0;
         for (int64_t t = 0; t < others; t += block_size)
             blocks.push_back({s, other_ + t, std::min(block_size, others - t)});
@@ -55,7 +56,7 @@ class PackedStep {
         }
     }
 
-    int64_t token_, wanted_, other_;  // the next token, the next row that is wanted, and that is not
+    int64_t token_, wanted_, other_;  // the next token, and the next rows for wanted and for other tokens
 };
 
 }  // namespace native

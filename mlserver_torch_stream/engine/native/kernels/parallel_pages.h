@@ -1,5 +1,5 @@
-// The attention of a batch over pages, and the writing to them, on the threads of another library's pool (OpenMP's):
-// a pool of our own would fight for the cores with threads that spin between a model's operators.
+// Attends a batch to pages, and writes to pages, on the threads of another library's pool (OpenMP's): a pool of our own
+// would compete for the cores with that pool's threads, which spin between a model's operators.
 #pragma once
 #include <atomic>
 #include <exception>
@@ -15,7 +15,7 @@ struct PagesCall {  // mirrored field by field in library.py
     const int32_t* tables;   // [sequences][table_width]
     const int32_t* starts;   // [sequences]: tokens in the pages before the step's
     const int32_t* ends;     // [sequences + 1]: where a sequence's queries begin among the packed ones
-    const float* sinks;      // [heads]: one more score in the softmax; null: none
+    const float* sinks;      // [heads]: an additional score in the softmax; null: none
     int64_t token_stride, head_stride;  // of queries, in elements
     int64_t sequences, table_width, heads, kv_heads, page_size, key_dim, value_dim;
     int64_t window, chunk;   // 0: none
@@ -47,10 +47,11 @@ template <class S> AttendTask<S, S> task_of(const PagesCall& call, const PagesTa
             call.sinks == nullptr ? nullptr : call.sinks + head, call.scale, call.cap};
 }
 
-// GOMP_parallel: runs the function on so many threads at once, the caller's included. Null: there is no pool.
+// GOMP_parallel: runs the function on `threads` threads at once, including the caller's. Null means that there is no
+// pool.
 using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
 
-// body(i) for 0 <= i < count on all threads of the pool. Throws the error of the first body that fails.
+// Runs body(i) for 0 <= i < count on all threads of the pool. Throws the error of the first body that fails.
 template <class Body> void spread(Parallel parallel, int threads, int64_t count, Body&& body) {
     struct Shared {
         Body& body;
@@ -63,7 +64,7 @@ template <class Body> void spread(Parallel parallel, int threads, int64_t count,
         auto& shared = *static_cast<Shared*>(data);
         try {
             for (int64_t i; (i = shared.next.fetch_add(1)) < shared.count;) shared.body(i);
-        } catch (...) {  // none may leave a thread of the pool
+        } catch (...) {  // no exception may leave a thread of the pool
             shared.next = shared.count;
             if (!shared.failed.exchange(true)) shared.error = std::current_exception();
         }
@@ -76,11 +77,12 @@ template <class Body> void spread(Parallel parallel, int threads, int64_t count,
     if (shared.error) std::rethrow_exception(shared.error);
 }
 
-// Queries of a task: with all query heads of a group they are rows enough for whole tiles, and their sums stay cached.
+// The number of queries of a task: with all query heads of a group, enough rows for whole tiles, whose sums stay
+// cached.
 inline int64_t queries_of_task(int64_t group) { return std::clamp<int64_t>(512 / group, 1, kQueries); }
 
-// Long tasks first, so that no thread waits for one at the end: chunks of prompts from their last queries on, and then
-// single tokens.
+// Long tasks come first, so that no thread waits for one at the end: chunks of prompts, beginning with their last
+// queries, and then single tokens.
 inline std::vector<PagesTask> tasks_of(const PagesCall& call) {
     std::vector<PagesTask> tasks;
     const int64_t most = queries_of_task(call.heads / call.kv_heads);
@@ -95,7 +97,7 @@ inline std::vector<PagesTask> tasks_of(const PagesCall& call) {
     return tasks;
 }
 
-// Whether the work is long enough for the start of a team, some microseconds.
+// Whether the work is worth starting a team, which takes some microseconds.
 inline bool worth_a_team(const PagesCall& call) {
     int64_t scores = 0;
     for (int64_t s = 0; s < call.sequences; s++) {
@@ -136,7 +138,7 @@ struct WriteCall {  // mirrored field by field in library.py; strides and sizes 
 };
 
 inline void write_pages(const WriteCall& call, Parallel parallel, int threads) {
-    constexpr int64_t kTokens = 64, kBytes = 1 << 20;  // of a task; for which a team is worth its start
+    constexpr int64_t kTokens = 64, kBytes = 1 << 20;  // per task; bytes from which a team is worth it
     const int64_t bytes = call.tokens * call.kv_heads * (call.key_bytes + call.value_bytes);
     spread(bytes < kBytes ? nullptr : parallel, threads, (call.tokens + kTokens - 1) / kTokens, [&](int64_t i) {
         for (int64_t t = i * kTokens; t < std::min(call.tokens, (i + 1) * kTokens); t++)

@@ -1,5 +1,5 @@
-// Activations as int8, as integer products read them: each block of 32 has its scale.
-// Knows nothing of weights. A row's codes depend on the row alone.
+// Activations as int8, for integer products: each block of 32 has its own scale.
+// Knows nothing of weights. A row's codes depend only on the row.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -9,7 +9,7 @@ namespace native {
 
 constexpr int kGroup = 32;  // neighbouring inputs
 
-// The codes once more in 16 bits, where bytes have to be multiplied so: the even ones, then the odd ones.
+// The codes once more in 16 bits, for CPUs that multiply bytes in 16 bits: the even ones, then the odd ones.
 template <bool> struct WidenedCodes {
     void widen(const int8_t*) {}
 };
@@ -20,7 +20,7 @@ template <> struct WidenedCodes<true> {
         for (int i = 0; i < kGroup / 2; i++)
             for (int odd = 0; odd < 2; odd++) widened[odd][i] = codes[2 * i + odd];
     }
-    // Of four inputs the even or the odd ones.
+    // The codes of the even or the odd ones of four inputs.
     Word pair(int quad, int odd) const { return word_at(widened[odd] + 2 * quad); }
 };
 
@@ -36,11 +36,11 @@ struct RoundedBlock : WidenedCodes<kPairs> {
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + kGroup - 1) / kGroup; }
 
-// The codes are at most 127. Plain loops: the compiler makes vectors of them on every CPU.
+// Rounds a block to codes of at most 127. The loops are plain, because the compiler vectorises them on every CPU.
 template <class T> void round_block(const T* from, RoundedBlock& to) {
     float x[kGroup];
     for (int i = 0; i < kGroup; i++) x[i] = to_float(from[i]);
-    // The largest magnitude, by its bits: a NaN is larger than all numbers, so that the block's scale is NaN too.
+    // The largest magnitude, compared as bits: a NaN is larger than all numbers, so the block's scale becomes NaN too.
     int32_t most = 0;
     for (int i = 0; i < kGroup; i++) {
         int32_t bits;
@@ -51,7 +51,7 @@ template <class T> void round_block(const T* from, RoundedBlock& to) {
     memcpy(&largest, &most, sizeof largest);
     const float inverse = largest > 1e-30f && largest <= FLT_MAX ? 127.0f / largest : 0.0f;
     for (int i = 0; i < kGroup; i++) {
-        // To nearest even, as the last place of 1.5 * 2^23 is 1: the bits below are the code.
+        // Rounds to nearest even, because the last place of 1.5 * 2^23 is 1; the low bits are the code.
         const float shifted = x[i] * inverse + 12582912.0f;
         uint32_t bits;
         memcpy(&bits, &shifted, sizeof bits);
@@ -62,7 +62,7 @@ template <class T> void round_block(const T* from, RoundedBlock& to) {
         for (int i = 0; i < kGroup / 2; i++) to.sums[half] += to.codes[half * kGroup / 2 + i];
     }
     to.widen(to.codes);
-    to.scale = largest / 127.0f;  // infinite or NaN if a value is
+    to.scale = largest / 127.0f;  // infinite or NaN if one of the values is
     to.sum = to.scale * (float)(to.sums[0] + to.sums[1]);
 }
 

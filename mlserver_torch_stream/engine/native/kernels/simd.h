@@ -1,6 +1,6 @@
-// Sixteen lanes at a time, in GCC's vector types: the compiler maps them onto whatever the CPU has. Only the bf16
-// dot product has an instruction of its own (AVX512-BF16, 64 flops); without it two FMAs do the same. Loops that must
-// keep many sums in registers take vectors of one register each: of longer ones GCC keeps none there.
+// Computes on sixteen lanes at a time, in GCC's vector types, which the compiler maps to whatever the CPU has. Only the
+// bf16 dot product has an instruction of its own (AVX512-BF16, 64 flops); without it two FMAs do the same. Loops that
+// must keep many sums in registers use vectors of one register each, because GCC keeps longer ones in memory.
 // Knows nothing of matrices or models.
 #pragma once
 #include <cstdint>
@@ -29,9 +29,9 @@ constexpr int kLanes = kRegisterBytes / 4;
 using FloatRegister = float __attribute__((vector_size(kRegisterBytes)));
 using WordRegister = uint32_t __attribute__((vector_size(kRegisterBytes)));
 using IntRegister = int32_t __attribute__((vector_size(kRegisterBytes)));
-template <class V> using Mask = decltype(V{} > V{});  // of a vector's lanes, as integers: all bits set, or none
+template <class V> using Mask = decltype(V{} > V{});  // a vector's lanes as integers: all bits set, or none
 
-// A word is 32 bits: one float, or two neighbouring bf16. All weights and activations are read by the word.
+// A word is 32 bits: one float, or two neighbouring bf16. All weights and activations are read in words.
 using Word = uint32_t;
 struct Bf16 {
     uint16_t bits;
@@ -43,7 +43,7 @@ inline Word word_at(const void* from) {
     return word;
 }
 
-// What elements of a type are multiplied as: bf16 without an instruction of its own as float.
+// The type as which elements are multiplied: bf16 is multiplied as float if the CPU has no instruction for it.
 #if defined(__AVX512BF16__)
 constexpr bool kMultipliesBf16 = true;
 #else
@@ -69,11 +69,11 @@ template <class V> V loaded(const void* from) {
 }
 inline WordRegister load_register(const void* from) { return loaded<WordRegister>(from); }
 
-// Prefetches a line into the second-level cache. On its way to the first-level cache a line would hold one of the few
+// Prefetches a line into the second-level cache. A prefetch into the first-level cache would occupy one of the few
 // buffers for that cache's misses until memory answers.
 inline void prefetch_to_second(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// The first so many of 16 words, then zeros; memory after those words is not read. Call `lanes` outside of loops.
+// Loads the first words of 16, followed by zeros; memory after these words is not read. Call `lanes` outside of loops.
 #if defined(__AVX512F__)
 using Lanes = __mmask16;
 inline Lanes lanes(int n) { return (Lanes)((1u << (n < 0 ? 0 : n > 16 ? 16 : n)) - 1); }
@@ -95,7 +95,7 @@ template <class V> V select(Mask<V> mask, V yes, V no) { return mask ? yes : no;
 template <class V> V larger(V a, V b) { return a > b ? a : b; }  // b where one of them is a NaN, as in the next one
 template <class V> V smaller(V a, V b) { return a < b ? a : b; }
 
-// acc + the product of two words: one multiplication for floats, two for a pair of bf16.
+// Returns acc plus the product of two words: one multiplication for floats, two for a pair of bf16.
 template <class T> inline F16 dot(F16 acc, U16 w, U16 a);
 template <> inline F16 dot<float>(F16 acc, U16 w, U16 a) { return acc + (F16)w * (F16)a; }
 template <> inline F16 dot<Bf16>(F16 acc, U16 w, U16 a) {
@@ -108,7 +108,7 @@ template <> inline F16 dot<Bf16>(F16 acc, U16 w, U16 a) {
 #endif
 }
 
-// One number out of 16 lanes, by halves.
+// Joins 16 lanes to one number, halving them each time.
 template <class Join> float joined(F16 v, Join join) {
     float eight __attribute__((vector_size(32))), four __attribute__((vector_size(16)));
     decltype(eight) eights[2];
@@ -126,7 +126,7 @@ inline float max(F16 v) {
     return joined(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// Whether a lane of a register is set.
+// Whether any lane of a mask is set.
 inline bool any(IntRegister mask) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -202,7 +202,7 @@ template <class V> V log(V x) {
     return r + (p * r * square - 0.5f * square - 2.12194440e-4f * e) + 0.693359375f * e;
 }
 
-// a0 b0 a1 b1 …: of the lower eight lanes, and of the upper eight.
+// Returns a0 b0 a1 b1 … from the lower eight lanes; `high_halves` does so from the upper eight.
 template <class V> V low_halves(V a, V b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
@@ -210,7 +210,7 @@ template <class V> V high_halves(V a, V b) {
     return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-// The sums of 16 vectors as one: 15 interleave-and-add, against 16 horizontal sums of 8 operations each.
+// Step of summing each of 16 vectors into one lane: 15 such steps replace 16 horizontal sums of 8 operations each.
 inline F16 interleave_add(F16 a, F16 b) {
     return low_halves(a, b) + high_halves(a, b);
 }

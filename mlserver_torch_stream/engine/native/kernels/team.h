@@ -1,5 +1,5 @@
-// A few threads that work through one list of pieces after another; a list begins when the one before it is done.
-// No thread waits for one that has no piece: a thread that the system does not run only fails to help.
+// A few threads that work through one list of pieces after another; a list begins when the previous one is done. No
+// thread waits for a thread without a piece, so one that the system does not run only fails to help.
 // Knows nothing of the work in a piece.
 #pragma once
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace native {
 
-// A counter on which a thread can wait: the thread spins for some 20 us, then it sleeps. Spinning longer would take a
+// A counter on which a thread can wait: the thread spins for some 20 us and then sleeps. Spinning longer could take the
 // core from the thread that it waits for.
 class Bell {
   public:
@@ -60,7 +60,7 @@ class Bell {
     std::atomic<int> sleepers_{0};
 };
 
-// All threads run the same function on the same job, and so come to the same lists in the same order.
+// All threads run the same function on the same job, so they come to the same lists in the same order.
 class Lists {
   public:
     uint32_t current() const { return (uint32_t)(ticket_.load(std::memory_order_acquire) >> 32); }
@@ -84,7 +84,7 @@ class Lists {
         opened_.ring();
     }
 
-    alignas(64) std::atomic<uint64_t> ticket_{0};  // the list, and its next piece
+    alignas(64) std::atomic<uint64_t> ticket_{0};  // the current list, and its next piece
     alignas(64) std::atomic<uint32_t> done_{0};
     alignas(64) Bell opened_;
 };
@@ -94,9 +94,9 @@ class Member {
   public:
     Member(Lists& lists, int id, int team, uint32_t list) : id(id), team(team), lists_(lists), list_(list) {}
 
-    // body(first, last) over 0..total; returns when all of it is done. The first `team` pieces are three quarters of the
-    // work, the next `team` pieces three quarters of the rest, and so on: in a long piece of a matrix a thread fetches
-    // each panel while it computes the panel before, and short pieces let all threads end together.
+    // Runs body(first, last) over 0..total, and returns when all of it is done. The first `team` pieces are three
+    // quarters of the work, the next `team` pieces three quarters of the rest, and so on: in a long piece of a matrix a
+    // thread fetches each panel while it computes the panel before, and short pieces let all threads end together.
     template <class Body> void each(int64_t total, Body&& body) {
         const auto length = [this](int64_t left) { return std::max<int64_t>(1, left * 3 / (4 * team)); };
         uint32_t pieces = 0;
@@ -123,8 +123,8 @@ class Member {
     uint32_t list_;
 };
 
-// A member that is late for a job finds its lists done, goes through them and takes the newest job: so a job is copied,
-// and which lists it has must follow from the copy alone.
+// A member that is late for a job finds its lists done, goes through them and then takes the newest job. So a job is
+// copied, and the copy alone must determine which lists it has.
 template <class Job> class Team {
   public:
     using Work = std::function<void(Member&, const Job&)>;
@@ -132,7 +132,7 @@ template <class Job> class Team {
     Team(int size, Work work) : size_(size), work_(std::move(work)) {
         try {
             for (int id = 1; id < size; id++) threads_.emplace_back([this, id] { serve(id); });
-        } catch (...) {  // there are no more threads; those that run must not outlive the team
+        } catch (...) {  // the system has no more threads; those that run must not outlive the team
             stop();
             throw;
         }

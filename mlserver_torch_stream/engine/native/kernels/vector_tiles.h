@@ -1,6 +1,6 @@
 // Tiles of a product in vector registers: some rows times a panel of 32 outputs.
-// One order of summation for any number of rows: each sum takes one input after the other, from the first to the last.
-// Knows nothing of matrices larger than a tile's.
+// The order of summation is the same for any number of rows: each sum adds one input after the other, from first to
+// last. Knows nothing of matrices larger than a tile's.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -9,8 +9,8 @@
 
 namespace native {
 
-// Rows of a tile, and registers of a panel that it takes at a time: their sums, as many weights and one activation fill
-// the CPU's registers, of which AVX-512 and NEON have 32 and others 16.
+// The rows of a tile, and the registers of a panel that it multiplies at a time: their sums, as many weights as
+// registers and one activation fill the CPU's registers, of which AVX-512 and NEON have 32 and others 16.
 #if defined(__AVX512F__)
 constexpr int kVectorRows = 12, kVectorColumns = 2;
 #elif defined(__aarch64__)
@@ -32,8 +32,8 @@ template <class T> FloatRegister multiply_add(FloatRegister sum, WordRegister w,
     return sum + (FloatRegister)w * (FloatRegister)x;
 }
 
-// The activations of a tile. It holds every third row's address: the CPU adds the distance of a row, or twice that,
-// itself.
+// The activations of a tile. It holds only every third row's address, because the CPU's addressing adds the stride, or
+// twice the stride, itself.
 template <class A, int M> class Rows {
   public:
     Rows(const A* a, int64_t lda) : lda_(lda) {
@@ -41,7 +41,7 @@ template <class A, int M> class Rows {
         for (int i = 0; i < (M + 2) / 3; i++) start_[i] = a + 3 * i * lda;
     }
 
-    // Word k of row m in all lanes.
+    // Returns word k of row m in all lanes.
     WordRegister words(int m, int64_t k) const {
         Word word;
         memcpy(&word, start_[m / 3] + m % 3 * lda_ + k * per_word<A>, sizeof word);
@@ -53,8 +53,8 @@ template <class A, int M> class Rows {
     const int64_t lda_;
 };
 
-// sums += a line of a panel, 32 words, x one word of each activation. S, A: the types of their elements. `keep`:
-// where the words go as factors A, if they are not such already, or null.
+// Computes sums += a line of a panel, 32 words, x one word of each activation. S and A are the types of their elements.
+// `keep`, unless null, receives the words as factors A, if they are of another type.
 template <class S, class A> struct LineProduct;
 
 template <class T> struct LineProduct<T, T> {
@@ -79,7 +79,7 @@ template <> struct LineProduct<Bf16, float> {
         WordRegister high = 0xffff0000u - WordRegister{};
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            // Else GCC makes both halves at once and keeps the mask, which are more than 16 registers hold.
+            // Otherwise GCC computes both halves at once and keeps the mask, which needs more than 16 registers.
             if (kLanes < 16) asm volatile("" : "+m"(high)::"memory");
             WordRegister part[V];
 #pragma GCC unroll 8
@@ -98,7 +98,7 @@ template <> struct LineProduct<Bf16, float> {
     }
 };
 
-// out[M][V registers] (+)= a[M][words] x panel[words][V registers of 32 words]
+// Computes out[M][V registers] (+)= a[M][words] x panel[words][V registers of 32 words].
 template <class S, class A, int M, int V, bool kKeep>
 void tile_columns(const A* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo, Fetch fetch,
                   bool onto, Word* keep) {
@@ -123,7 +123,7 @@ void tile_columns(const A* a, int64_t lda, const Word* panel, int64_t words, flo
         for (int v = 0; v < V; v++) memcpy(out + m * ldo + v * kLanes, &sums[m][v], sizeof sums[m][v]);
 }
 
-// out[M][32] (+)= a[M][words] x panel[words][32]. Few rows take the whole width of the panel at once.
+// Computes out[M][32] (+)= a[M][words] x panel[words][32]. Few rows use the whole width of the panel at once.
 template <class S, class A, bool kKeep, int M>
 void vector_tile(const A* a, int64_t lda, const Word* panel, int64_t words, float* out, int64_t ldo, Fetch fetch,
                  bool onto, Word* keep) {
