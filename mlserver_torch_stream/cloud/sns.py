@@ -1,4 +1,4 @@
-"""Verifies messages that SNS posts: their topic, age and signature, and confirms subscriptions of listed topics."""
+"""Verifies the topic, age and signature of messages that SNS posts, and confirms subscriptions of listed topics."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class MessageRejected(Exception):
 class SnsVerifier:
     """Verifies the messages of SNS.
 
-    ``topics`` are the ARNs of the topics whose messages are accepted. ``hosts`` are the hosts, with a port where the
-    URL has one, from which certificates are fetched and at which subscriptions are confirmed, by https alone; ``tls``
-    are the authorities that these hosts are verified with.
+    ``topics`` are the ARNs of the topics whose messages are accepted. ``hosts`` are the hosts (with a port if the URL
+    has one) from which certificates are fetched and at which subscriptions are confirmed, over HTTPS only. ``tls``
+    contains the certificate authorities that verify these hosts.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class SnsVerifier:
         self._certificates: dict[str, x509.Certificate] = {}
 
     async def read(self, envelope: Mapping[str, Any]) -> str | None:
-        """Returns the text of a notification; None for any other message. Confirms a subscription first.
+        """Returns the text of a notification; None for any other message. Confirms the subscription if the message asks
+        for it.
 
         Raises MessageRejected, or StoreUnavailable if a certificate or a confirmation cannot be fetched now.
         """

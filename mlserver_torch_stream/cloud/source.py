@@ -1,6 +1,6 @@
 """Reads the rows of objects, in order: chooses the ranges to fetch, and parses the rows in them.
 
-An object that cannot be read is one row with a failure, in its place.
+An object that cannot be read becomes one row with a failure, at the object's place in the order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Cursor:
     """Says where reading resumes: at the row ``index``, after line ``line`` or chunk ``chunk`` of ``key``, or after
     ``key``.
 
-    ``member`` is the number of the member of ``key`` that has the line; if ``line`` is None, the whole member is read.
+    ``member`` is the number of the archive member that contains the line; if ``line`` is None, this member has been
+    read to its end.
     """
 
     index: int = 0
@@ -54,7 +55,7 @@ class Cursor:
 
     @property
     def within(self) -> bool:
-        """True if this place is within an object, of which more rows may follow."""
+        """True if this place is inside an object that may have further rows."""
         return (self.line, self.chunk, self.member) != (None, None, None)
 
 
@@ -82,7 +83,7 @@ class ObjectRange:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnRange:
-    """Bytes ``start`` to ``end`` of a Parquet file, with columns of a row group."""
+    """Bytes ``start`` to ``end`` of a Parquet file, which contain columns of one row group."""
 
     group: RowGroup
     info: ObjectInfo
@@ -101,9 +102,9 @@ Wanted = Callable[[int], bool]
 class Source:
     """Reads the rows of ``objects``, in the order of the run.
 
-    ``strict`` means that a table or an archive that cannot be read ends the run, because the number of its rows is
-    unknown then and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an
-    archive, or chunks of another object are rows; ranges after the last of them are not fetched. Nothing is read after
+    With ``strict``, a table or an archive that cannot be read ends the run: the number of its rows is then unknown, and
+    other workers depend on this number. ``lines`` says for each key what to read: lines of a table, members and lines
+    of an archive, or chunks of any other object; ranges after the last of these are not fetched. Nothing is read after
     ``limit`` rows.
     """
 
@@ -154,7 +155,7 @@ class Source:
     def first(self, cursor: Cursor) -> int:
         """Returns the number of the first object with rows after the cursor.
 
-        Raises RunRefused if it is not in the run.
+        Raises RunRefused if the cursor's object is not in the run.
         """
         if cursor.key is None:
             return 0
@@ -290,7 +291,9 @@ class Source:
         return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lambda number: number > line)
 
     async def _opened(self, reading: _Object, piece: ObjectRange, data: bytes) -> bytes | CloudError:
-        """Begins to read the rows or members of an object. Returns ``data``, or the error of another fetch."""
+        """Begins to read the rows or members of an object. Returns ``data``, or the error if the directory of a zip
+        archive could not be fetched.
+        """
         info = piece.listed.info
         if piece.listed.failure is not None or not piece.kind.many:
             return data
@@ -321,9 +324,9 @@ class Source:
 
 
 def _order(place: tuple[int, int | None]) -> tuple[int, float]:
-    """Returns an archive row's place, to be compared: its member and line.
+    """Returns the sort key of an archive row's place, which is its member and line.
 
-    A line of None is the whole member or its end.
+    If the line is None, the place is the whole member, or the member's end.
     """
     return place[0], _LAST if place[1] is None else place[1]
 
@@ -332,8 +335,8 @@ def _order(place: tuple[int, int | None]) -> tuple[int, float]:
 class _Object:
     """One object while it is read.
 
-    ``wanted`` says whether a line, a member and line, or a chunk is to be read; ``last`` is the last such line, if it
-    is known. ``broken`` says why nothing of the object can be read.
+    ``wanted`` says whether a line, a member and line, or a chunk is to be read; ``last`` is the last line to be read,
+    if known. ``broken`` says why nothing of the object can be read.
     """
 
     ordinal: int
@@ -358,7 +361,8 @@ class _Object:
         return self.last is not None and self.reader.number >= self.last
 
     def begin(self, members: Kind | None, divider: Tar | Zip) -> None:
-        """Begins to read. ``members`` says how all members of an archive are read; None means that their names say how.
+        """Begins to read. ``members`` is the kind of all members of an archive; None means that the name of each member
+        tells its kind.
 
         Raises Damaged.
         """
@@ -372,8 +376,9 @@ class _Object:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
 
     def failed(self, index: int, piece: ObjectRange, failure: Failure) -> Iterator[Row]:
-        """Yields the failed rows of an object that cannot be read from this range on: one, or one for each chunk that
-        is a row."""
+        """Yields the failed rows of an object that cannot be read from this range on: one for each remaining chunk if
+        chunks are rows, otherwise a single one.
+        """
         size = piece.listed.info.size
         if self.kind.many or self.chunking.chunk_bytes is None:
             yield self.lost(index, failure)

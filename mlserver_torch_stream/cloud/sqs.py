@@ -1,6 +1,6 @@
-"""Receives S3's notifications from an SQS queue. Hides them while they are processed, and deletes them afterwards.
+"""Receives S3's notifications from an SQS queue, hides them while they are processed, and deletes them afterwards.
 
-boto3 finds the credentials in the environment, in a profile or at the machine's role.
+boto3 takes the credentials from the environment, a profile or the machine's role.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Queue:
         self._held: dict[str, asyncio.Task[None]] = {}
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """Yields new objects, and never ends by itself. Raises CloudError."""
+        """Yields new objects until the caller closes it. Raises CloudError."""
         asked = {"MaxNumberOfMessages": _MAX_MESSAGES, "WaitTimeSeconds": _WAIT_S, "VisibilityTimeout": _HELD_S}
         while True:
             answer = await self._call("receive_message", asked)
@@ -88,8 +88,9 @@ class Queue:
             yield Announced(key, done)
 
     async def _hold(self, receipt: str) -> None:
-        """Hides the message for longer. If that fails, SQS delivers the message again, and its result exists
-        already."""
+        """Extends the time for which a message is hidden. If this fails, SQS delivers the message again, but by then
+        the object's result exists.
+        """
         while True:
             await asyncio.sleep(_HELD_S / 3)
             with suppress(CloudError):

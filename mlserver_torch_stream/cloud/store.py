@@ -1,7 +1,8 @@
-"""Lists, reads and writes objects below one URL: ranges of a pinned version, creation only if absent.
+"""Lists, reads and writes objects below one URL: reads ranges of a pinned version, and can create an object only if
+absent.
 
-No other module imports the object-store library. Each call is one attempt; the caller retries, because it knows how
-much of a body it has.
+No other module imports the object-store library. Each call is a single attempt; the caller retries, because only the
+caller knows how much of a body has arrived.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class _OpenFile(Protocol):
 class ObjectUpload:
     """Writes one object in pieces. ``size`` is the number of bytes written so far. Both methods raise CloudError.
 
-    An upload that is dropped before ``close`` may leave parts behind. The store has to delete them: in buckets a
-    lifecycle rule for incomplete multipart uploads does.
+    An upload that is dropped before ``close`` may leave parts behind. The store has to delete them; for buckets, set a
+    lifecycle rule for incomplete multipart uploads.
     """
 
     def __init__(self, file: _OpenFile, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
@@ -78,7 +79,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One version of an object. ``etag`` pins it; if the store has no ETag, it is the time of the last change.
+    """One version of an object. ``etag`` identifies the version; for stores without ETags it is the time of the last
+    change.
 
     ``etag`` is empty if the object cannot be read; ``trouble`` is the reason.
     """
@@ -97,12 +99,14 @@ class ReadableStore(Protocol):
     def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]: ...
 
     def connected(self) -> AbstractAsyncContextManager[None]:
-        """The context in which objects are read."""
+        """Returns the context in which objects can be read."""
         ...
 
 
 async def settle() -> None:
-    """Lets the library's threads end. Awaited before the end of an event loop that used stores, also after errors."""
+    """Gives the library's threads time to end. Must be awaited before an event loop that used stores ends, even after
+    errors.
+    """
     await asyncio.sleep(_GRACE_S)
 
 
@@ -133,7 +137,7 @@ class Store:
     ) -> Store:
         """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
 
-        Without ``make`` a missing folder is not made: it counts as an empty store.
+        Without ``make`` a missing folder is not created and counts as an empty store.
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
@@ -170,11 +174,12 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """Yields all objects, in a cloud store in the order of their keys. Keys up to ``after`` are left out.
+        """Yields all objects whose keys are greater than ``after``; a cloud store yields them in the order of their
+        keys.
 
         The library stops listing at an object that it cannot name, such as one with a newline or an empty level in its
-        key, and in a folder at a circle of links. The other objects are then listed without the library. Raises
-        RunRefused if that is not possible.
+        key. In a folder, it also stops at a cycle of links. The remaining objects are then listed without the library.
+        Raises RunRefused if that is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
@@ -219,7 +224,9 @@ class Store:
             return replace(info, trouble=error.message)
 
     async def _list_s3(self, after: str | None, unnamed: str) -> AsyncGenerator[ObjectInfo, None]:
-        """Lists a bucket of S3 without the library. ``unnamed`` says what the library said of the key."""
+        """Lists a bucket of S3 without the library. ``unnamed`` is the library's message about the key that it cannot
+        name.
+        """
         from mlserver_torch_stream.cloud.aws import S3Listing  # whose boto3 takes time and memory
 
         listing = S3Listing.find(self.url, self.options, self.stall_s)
@@ -282,8 +289,8 @@ class Store:
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
         """Replaces the version with these ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
 
-        A folder has no conditional write. There a lock on the file keeps other replacements out between the comparison
-        and the write, if the file system has locks.
+        A folder has no conditional write, so a lock on the file prevents other replacements between the comparison and
+        the write, if the file system has locks.
         """
         if not self._local:
             await self._put(key, data, dict(marks))
@@ -295,9 +302,9 @@ class Store:
 
     @asynccontextmanager
     async def _locked_file(self, key: str) -> AsyncGenerator[None, None]:
-        """Holds the file's lock. Raises StoreUnavailable if another process keeps it.
+        """Holds the file's lock. Raises StoreUnavailable if another process does not release it.
 
-        A file that replaces this one has another lock.
+        The lock belongs to this file: a file that replaces it has a lock of its own.
         """
         try:
             file = os.open(Path(self.url, key), os.O_RDONLY)
@@ -318,7 +325,7 @@ class Store:
         await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:
-        """Writes an object as a whole, over an existing one."""
+        """Writes an object as a whole and overwrites an existing one."""
         await self._put(key, data, "overwrite")
 
     async def _put(self, key: str, data: bytes, mode: Any) -> None:
@@ -388,7 +395,9 @@ async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
 
 
 def _take_lock(file: int) -> bool:
-    """Returns False if another process has the lock. On network file systems without locks it returns True."""
+    """Tries to lock a file. Returns False if another process has the lock, and True on network file systems without
+    locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -402,7 +411,7 @@ def _files(folder: Path) -> list[ObjectInfo]:
     """Returns the files below a folder as the library lists them, without their versions.
 
     Links are followed, and files that are being written are left out. A folder that cannot be read, or a link to a
-    folder above it, is in the list with its trouble; the key of ``folder`` itself is empty.
+    folder above the link, is listed with the reason in ``trouble``; the key of ``folder`` itself is empty.
     """
     found: list[ObjectInfo] = []
 
@@ -432,7 +441,7 @@ def _files(folder: Path) -> list[ObjectInfo]:
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:
-    """Returns the CloudError of a library's exception whose kind only its text tells."""
+    """Returns the CloudError for an exception of the library whose kind is known only from its text."""
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
             return StorageFull(f"{where}: no room left to write: {text}")

@@ -1,6 +1,7 @@
-"""Divides tables into rows as their bytes arrive: JSON Lines, CSV and TSV, in any encoding, and chooses columns.
+"""Divides tables (JSON Lines, CSV and TSV, in any encoding) into rows as their bytes arrive, and chooses columns.
 
-A record that cannot be read becomes a row with a failure, never an exception; its line says where it begins.
+A record that cannot be read becomes a row with a failure, never an exception; the row's line is where the record
+begins.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _JSON, _TEXT, _BYTES = "application/json", "text/plain; charset=utf-8", "applica
 class Column:
     """One chosen column.
 
-    ``column`` is a number from 1, a name in the header, or a key of JSONL. ``name`` is the field of the row that gets
-    the value; None means that the value is the whole row.
+    ``column`` is a column number, counted from 1, a name in the header, or a key of JSONL. ``name`` is the field of the
+    row that gets the value; None means that the value is the whole row.
     """
 
     column: int | str
@@ -48,13 +49,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """How tables and archives are read. ``columns`` are the columns that make a row; without them the names in the
-    header are the keys of a row's body, as in JSONL. ``header`` means that the first record names the columns.
-    ``quote`` is a character, or empty for tables in which no character quotes. ``data`` means that rows are bytes for a
-    handler or a tensor; else they are prompts.
+    """How tables and archives are read. Each row is made from the chosen ``columns``. If none are chosen, each row is a
+    body as in JSONL, with the names in the header as its keys. ``header`` means that the first record names the
+    columns. ``quote`` is the quote character, or empty for tables without quoted fields. ``data`` means that rows are
+    bytes for a handler or a tensor; otherwise they are prompts.
 
-    With ``archives`` they are read member by member, and ``members``, a glob, chooses some; otherwise an archive is a
-    whole object.
+    With ``archives``, archives are read member by member, and the glob ``members`` chooses among the members. Otherwise
+    an archive is read as a single object.
     """
 
     columns: tuple[Column, ...] = ()
@@ -116,7 +117,7 @@ class TableBroken(Damaged):
 
 
 class Record:
-    """Reads one CSV record, line after line. ``fields`` has the bytes of each field whose end has been read."""
+    """Reads one CSV record, line after line. ``fields`` has the bytes of each field that is complete."""
 
     def __init__(self, delimiter: bytes, quote: bytes) -> None:
         self._delimiter = delimiter
@@ -127,7 +128,7 @@ class Record:
         self.size = 0
 
     def add(self, line: bytes) -> bool:
-        """Adds a line. Returns True if the record ends with it. Raises ValueError if a quote is in a wrong place."""
+        """Adds a line. Returns True if this line ends the record. Raises ValueError if a quote is in a wrong place."""
         self.size += len(line) + 1
         text = line.removesuffix(b"\r")
         if not self._open and (not self._quote or self._quote not in text):
@@ -207,8 +208,8 @@ class RowReader:
             yield from self._failed(self.number, "has a quote that is never closed")
 
     def record(self, number: int, record: Mapping[str, Any], names: Sequence[str]) -> Row:
-        """Returns the row of a record of Parquet, its values by their columns. ``names`` are the names of the chosen
-        columns, in order.
+        """Returns the row of a Parquet record, which maps the names of its columns to values. ``names`` are the names
+        of the chosen columns, in order.
         """
         try:
             if not self._tables.columns:
@@ -226,7 +227,7 @@ class RowReader:
     def _utf8(self, data: bytes, last: bool) -> bytes:
         """Returns the text in UTF-8.
 
-        A byte that is not a character becomes invalid UTF-8, which its line reports later.
+        An undecodable byte becomes invalid UTF-8, for which the line that contains it is reported later.
         """
         if self._text is None:
             return data
@@ -324,7 +325,7 @@ class RowReader:
         return row if self._member is None else replace(row, member=self._member)
 
     def _chosen(self, number: int, values: Mapping[str | None, Any]) -> Row:
-        """Returns a row of the chosen values, by their fields."""
+        """Returns the row made of the chosen values, which are keyed by their fields."""
         if not self._tables.data:
             prompt = values.get("prompt", values.get(None))
             if not isinstance(prompt, str):
@@ -366,7 +367,7 @@ class RowReader:
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
+    """Converts a Parquet value to JSON: dates and times to ISO 8601, decimals to text. Raises ValueError."""
 
     def as_text(part: Any) -> str:
         if isinstance(part, datetime.date | datetime.time):

@@ -1,10 +1,10 @@
 """Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
-A result's name follows from the object's key, its version and the configuration, so that an object that is announced
-twice is inferred once. The result of an archive is a folder of that name, with the output of a run over the archive
-alone; when the archive is announced again after a kill, it goes on after the parts that exist. Polling needs keys that
-grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has seen. A
-queue reports both.
+The name of a result is derived from the object's key, its version and the configuration, so an object that is announced
+twice is inferred once. The result of an archive is a folder with such a name, which holds the output of a run over this
+archive only. If the process is killed and the archive is announced again, the run resumes after the parts that exist.
+Polling needs keys in ascending order, such as times or counters: it finds neither a new key that sorts before its
+cursor nor a new version of a key that it has found. A queue reports both.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LOOK_S = 1.0  # the time between two looks at an archive's result that another 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A new object. ``done`` is awaited once its result is durable, or once the object turns out to be gone."""
+    """A new object. ``done`` is awaited once the object's result is durable, or once the object turns out to be gone."""
 
     key: str
     done: Callable[[], Awaitable[None]]
@@ -63,11 +63,12 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """Infers new objects. At most ``objects`` are inferred at a time, each by the stages of a run with ``limits``.
+    """Infers new objects. At most ``objects`` objects are inferred at a time, each in its own pipeline with these
+    ``limits``.
 
-    ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created`` is
-    the creation time in the output rows, in seconds since the epoch; None means the time when their object was begun.
-    ``part_rows`` is the number of rows in one part of an archive's result.
+    ``report`` is called with one line for each object that is deleted before it is read, or that fails as a whole.
+    ``created`` is the creation time in the output rows, in seconds since the epoch; None means the time when the
+    inference of the object began. ``part_rows`` is the number of rows in one part of an archive's result.
     """
 
     store: Store
@@ -125,7 +126,7 @@ class Watcher:
         return replace(run, output=f"{self.output.url}/result-{name}")
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
-        """Runs until ``announcements`` end or ``most`` objects are done.
+        """Infers announced objects until the ``announcements`` end or ``most`` objects are done.
 
         Raises CloudError if results cannot be written.
         """
@@ -193,8 +194,8 @@ class Watcher:
     async def _listed(self, key: str) -> Listed:
         """Returns the object's current version.
 
-        An object without permission to read gets a result that says so. The name of that result has no version, so that
-        the object is inferred if it is announced again when it can be read.
+        If the credentials do not allow reading the object, its result says so. The name of this result does not depend
+        on the object's version, so the object is inferred if it is announced again once it can be read.
         """
         try:
             return Listed(await self.retry.run(self.store.head, key))
@@ -202,7 +203,9 @@ class Watcher:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
     async def _inferred(self, listed: Listed) -> bytes:
-        """Returns the results of all rows of an object; if they exceed ``MAX_RESULT_BYTES``, one row that says so."""
+        """Returns the results of all rows of an object or, if they exceed ``MAX_RESULT_BYTES``, a single row that says
+        so.
+        """
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
@@ -260,8 +263,8 @@ _MAX_OPEN = 10_000
 class Poller:
     """Finds new objects by listing. ``every`` is the number of seconds between two polls.
 
-    ``check`` runs before each poll and ends the polling with a CloudError. The cursor is the last key up to which all
-    keys are done.
+    ``check`` runs before each poll and ends the polling if it raises CloudError. The cursor is a key: all objects up to
+    it are done.
     """
 
     def __init__(
@@ -284,7 +287,7 @@ class Poller:
         self._saved: str | None = None
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """Yields new objects, and never ends by itself. Raises CloudError."""
+        """Yields new objects until the caller closes it. Raises CloudError."""
         self._cursor = self._saved = await self._load()
         while True:
             self._check()
@@ -302,7 +305,7 @@ class Poller:
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """Returns the first new keys, at most as many as may be open; the next poll finds the rest."""
+        """Returns the first new keys, but no more than may be open at a time; later polls find the others."""
         keys: list[str] = []
         most = _MAX_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):
