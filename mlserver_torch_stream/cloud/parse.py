@@ -1,4 +1,4 @@
-"""Divides objects into rows: JSON Lines, whole objects, or chunks, whose results are joined again.
+"""Divides objects into rows, which are JSON lines, whole objects or chunks, and joins the results of chunks again.
 
 A line that cannot be read becomes a row with a failure, never an exception.
 """
@@ -18,7 +18,7 @@ MAX_LINE_BYTES = 16 * 2**20
 
 
 class Lines:
-    """Splits chunks into (number, line) pairs, numbered from 1. A line of more than ``most`` bytes is None.
+    """Splits chunks into (number, line) pairs, numbered from 1. A line of more than ``most`` bytes is replaced by None.
 
     ``number`` is the number of the last line.
     """
@@ -37,7 +37,7 @@ class Lines:
         self._keep(rest)
 
     def end(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yields the last line, if no newline ends it."""
+        """Yields the last line if it does not end with a newline."""
         if self._length:
             yield self._line()
 
@@ -56,7 +56,7 @@ class Lines:
 
 
 def blank(line: bytes | None) -> bool:
-    """True for an empty line, which is no row."""
+    """True for an empty line, which is not a row."""
     return line is not None and not line.strip()
 
 
@@ -103,9 +103,9 @@ class Chunking:
     """Says how objects become chunks.
 
     ``chunk_bytes`` is the maximum number of bytes of a chunk; None means that an object is one row. ``joined`` means
-    that the answers to the chunks of an object are one output row. ``whole_bytes`` is the maximum number of bytes of an
-    object that is one row. ``sequences`` means that the chunks of an object are the requests of a sequence; they are
-    joined.
+    that the answers to the chunks of an object are joined into one output row. ``whole_bytes`` is the maximum number of
+    bytes of an object that is one row. ``sequences`` means that the chunks of an object are the requests of a sequence;
+    their answers are joined.
     """
 
     chunk_bytes: int | None = None

@@ -1,7 +1,7 @@
 """Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-The tasks live until the reader closes the results. The bounds count the rows that have entered and are not delivered,
-so that rows that wait for a slow row are bounded, in number and in weight.
+The tasks run until the reader closes the results. The limits on number and weight count all rows that have entered and
+are not yet delivered, so they also limit the rows that wait behind a slow row.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """Holds at most ``limit`` undelivered items, of at most ``most_weight`` together. A heavier item enters an empty
-    window.
+    """Holds at most ``limit`` undelivered items with a total weight of at most ``most_weight``. An empty window also
+    accepts a heavier item.
 
     ``peak`` and ``peak_weight`` are the largest number and weight so far.
     """
@@ -50,7 +50,7 @@ class Window(Generic[T]):
         return len(self._slots)
 
     def room(self, weight: int) -> bool:
-        """Returns whether an item of this weight may enter. An empty window takes an item of any weight."""
+        """Returns whether an item of this weight may enter. An empty window accepts an item of any weight."""
         if not self._slots:
             return True
         return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
@@ -72,7 +72,7 @@ class Window(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """True if the item at the head can leave."""
+        """True if the item at the head can be removed."""
         return bool(self._slots) and self._slots[0].ready
 
     def leave(self) -> T:
@@ -85,9 +85,10 @@ class Window(Generic[T]):
 
 
 class RowBatcher(Generic[T]):
-    """Forms batches of at most ``most_items`` items, of at most ``most_weight`` together; a single item may weigh more.
+    """Forms batches of at most ``most_items`` items with a total weight of at most ``most_weight``; a single item may
+    weigh more.
 
-    A batch leaves ``max_wait`` seconds after its first item, full or not.
+    A batch that is not full is sent ``max_wait`` seconds after its first item arrived.
     """
 
     def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
@@ -132,10 +133,10 @@ class RowBatcher(Generic[T]):
 class PipelineLimits:
     """The bounds of the stages.
 
-    ``window`` is the maximum number of rows that are read and not delivered; ``window_bytes`` is the maximum number of
-    bytes of their input; ``batches`` is the maximum number of batches that are inferred at a time; ``batch_weight`` is
-    the largest weight of a batch, in bytes unless ``weigh`` says otherwise; ``max_wait`` says how many seconds the
-    first row of a batch waits.
+    ``window`` is the maximum number of rows that have been read and not yet delivered; ``window_bytes`` is the maximum
+    number of bytes of their input; ``batches`` is the maximum number of batches that are inferred at a time;
+    ``batch_weight`` is the largest weight of a batch, in bytes unless ``weigh`` says otherwise; ``max_wait`` says how
+    many seconds the first row of a batch waits.
     """
 
     window: int = 256
@@ -166,8 +167,8 @@ async def infer_rows(
 ) -> AsyncGenerator[Result, None]:
     """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result.
 
-    Joined chunks of an object have one result together. Raises the CloudError of the source or of ``infer`` after the
-    results of the rows before it.
+    The joined chunks of an object share one result. If the source or ``infer`` raises a CloudError, the results of
+    earlier rows are yielded before the error is raised.
     """
     flow = _Flow(infer, limits, metrics or RunMetrics(), weigh)
     feeder = asyncio.create_task(flow.feed(rows))
@@ -281,9 +282,9 @@ class _Flow:
         self._send(())
 
     async def _run(self, batch: Sequence[_Ticketed], by_itself: bool) -> None:
-        """Settles the rows of a batch. A row whose failure another row may have caused is inferred once more.
+        """Settles the rows of a batch. A row whose failure may have been caused by another row is inferred once more.
 
-        It then runs alone, because a model may put the rows of several batches together.
+        The row then runs alone, because a model may combine the rows of several batches.
         """
         rows = [row for _, row in batch]
         began = time.monotonic()

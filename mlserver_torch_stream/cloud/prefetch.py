@@ -1,6 +1,6 @@
 """Fetches pieces of objects ahead of their reader, in order, bounded in number and in bytes.
 
-If a piece cannot be fetched, the reader gets the error in its place.
+If a piece cannot be fetched, the reader gets the error instead of the piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore
 
 
 class HasSize(Protocol):
-    """A piece of which Prefetch needs only the size, in bytes."""
+    """A piece to fetch. Prefetch needs only the size of a piece, in bytes."""
 
     @property
     def size(self) -> int: ...
@@ -30,7 +30,8 @@ P = TypeVar("P", bound=HasSize)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedRange:
-    """Bounds a prefetch: at most ``pieces`` pieces, of ``nbytes`` bytes together, are in flight or wait for the reader.
+    """Limits a prefetch: at most ``pieces`` pieces with a total of ``nbytes`` bytes are in flight or wait for the
+    reader.
 
     A single piece may be larger.
     """

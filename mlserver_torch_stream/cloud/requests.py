@@ -1,4 +1,4 @@
-"""Turns rows into requests: the prompts of rows into bodies of OpenAI's API, whole objects and chunks into headers."""
+"""Turns rows into requests: makes OpenAI request bodies for prompts, and headers for whole objects and chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to a
 
 
 class RowUnsuitable(Exception):
-    """The model cannot take this row."""
+    """The model cannot process this row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class RowQuestion:
 
     @property
     def path(self) -> str:
-        """The path of OpenAI's API that takes the request."""
+        """The path of OpenAI's API for this request."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of OpenAI's API, without a model."""
+        """The request body in the format of OpenAI's API, without the model's name."""
         prompt = {MESSAGES: self.messages} if self.chat else {PROMPT: self.prompt}
         return {**prompt, **self.parameters}
 
@@ -52,7 +52,7 @@ class RowRequest:
     """Says how rows become requests.
 
     ``defaults`` are parameters that a row may override; ``chat`` means that a text is a user's message; ``media`` means
-    that images and sound may be parts of a message; ``served`` are the model's names in rows.
+    that images and sound may be parts of a message; ``served`` are the names that rows may use for the model.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -112,9 +112,10 @@ class ObjectRequest:
         return quote(place) if row.chunk is None else f"{quote(place)}#{row.chunk.index}"
 
     def content_type(self, row: Row) -> str:
-        """Returns the content type that the ending of the key or member names; for a chunk, the type of plain bytes.
+        """Returns the content type that belongs to the ending of the key or member name; for a chunk, the type of plain
+        bytes.
 
-        A chunk may begin anywhere in the object.
+        A chunk has no other type because it may begin anywhere in the object.
         """
         if row.content_type is not None:
             return row.content_type

@@ -1,7 +1,8 @@
-"""Infers the failed rows of an output's parts again, from the versions that the run began with, and replaces them.
+"""Infers the failed rows of an output again, from the object versions that the run began with, and replaces their
+parts.
 
-Knows parts and objects, and no model. A part is replaced as a whole, and only if it is still the version that was read,
-so that at any moment the output has one row for each input row.
+This module deals with parts and objects, not with models. A part is replaced as a whole, and only if nobody has changed
+it since it was read, so the output has one row for each input row at any moment.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_AT_ONCE = 100_000  # failed rows in memory at a time, some 300 bytes each
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """A failed row as its part describes it."""
+    """A failed row, as recorded in its part."""
 
     index: int
     key: str
@@ -38,7 +39,7 @@ class FailedRow:
 
     @property
     def place(self) -> Place:
-        """The row's place in its object, as its input row has it."""
+        """The row's place in its object, in the form that the input row has."""
         return None if self.member is None else self.member.index, self.line, self.chunk
 
 
@@ -46,8 +47,8 @@ class FailedRow:
 class FailedRowRetry:
     """Infers failed rows again. ``source`` reads all rows of the run.
 
-    ``lost`` has the JSONL objects that could not be read: one failed row stands for all their rows. The output has only
-    one place for these rows, so they are not inferred again.
+    ``lost`` contains the JSONL objects that could not be read. All rows of such an object are recorded as one failed
+    row, so the output has no places for their answers, and they are not inferred again.
     """
 
     source: Source
@@ -65,7 +66,7 @@ class FailedRowRetry:
     async def groups(self, parts: Iterable[int]) -> AsyncGenerator[list[FailedRow], None]:
         """Yields the failed rows of ``parts``, in order, in groups of bounded size.
 
-        Each group reads its objects again.
+        The objects are read again for each group.
         """
         found: list[FailedRow] = []
         for number in parts:
@@ -87,7 +88,7 @@ class FailedRowRetry:
         return True
 
     async def rows(self, failed: Sequence[FailedRow]) -> AsyncGenerator[Row, None]:
-        """Yields a row for each of ``failed``. If an object cannot be read, all its rows have that failure."""
+        """Yields an input row for each failed row. If an object cannot be read, all its rows get the same failure."""
         for each in failed:
             number = each.index // self.part_rows
             self._missing[number] = self._missing.get(number, 0) + 1
@@ -124,9 +125,9 @@ class FailedRowRetry:
         return replace(self.source, objects=objects, lines=lines, strict=False, limit=None)
 
     async def put(self, result: Result) -> bool:
-        """Takes the next result, in the order of the rows.
+        """Accepts the next result; results must arrive in the order of the rows.
 
-        Returns True if it completed a part, which is then replaced.
+        Returns True if this result completed a part, which has then been replaced.
         """
         number = result.row.index // self.part_rows
         self.tried += 1
@@ -142,7 +143,8 @@ class FailedRowRetry:
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
         """Replaces a part.
 
-        If another worker has replaced it meanwhile, it is read again, and the other worker's answers stay.
+        If another worker has replaced the part meanwhile, the part is read again, and the other worker's answers are
+        kept.
         """
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):
@@ -159,7 +161,9 @@ class FailedRowRetry:
 
 
 def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
-    """Returns the part with ``lines``, by index, in place of failed rows. A row that has an answer keeps it."""
+    """Returns the part after replacing its failed rows by ``lines``, which are keyed by row index. Rows with an answer
+    are kept.
+    """
     merged: dict[int, bytes] = {}
     answered: set[int] = set()
     for line in part.splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""The vocabulary of the room: a row, its outcome, the callable that infers a batch of rows, and the errors.
+"""The vocabulary of this package: a row, its outcome, the callable that infers a batch of rows, and the errors.
 
 The ``code`` of an error appears in output rows and messages.
 """
@@ -18,8 +18,9 @@ from mlserver_torch_stream.protocol.openai_stream import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: JSONL, CSV, TSV and Parquet row by row, any other kind as one row, or in chunks. Each
-    member of an archive is read as its own kind."""
+    """How an object is read: JSONL, CSV, TSV and Parquet row by row, any other kind as one row or in chunks. Each
+    member of an archive has a kind of its own.
+    """
 
     JSONL = "jsonl"
     CSV = "csv"
@@ -46,8 +47,8 @@ class Kind(str, Enum):
 class Failure:
     """Why a row has no answer. ``code`` is for programs, ``message`` for people.
 
-    ``status`` and ``error`` are the answer of OpenAI's API, where a model refused the row or failed at it. ``shared``
-    means that another row of the batch may be the cause.
+    If a model refused the row or failed to infer it, ``status`` and ``error`` are the answer in the format of OpenAI's
+    API. ``shared`` means that another row of the batch may be the cause.
     """
 
     code: str
@@ -59,9 +60,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of an object that a row holds: its number, from 0, and the byte of the object that it begins with.
+    """The part of an object that a row contains: the number of the chunk, counted from 0, and its first byte's offset
+    in the object.
 
-    ``joined`` means that the object is one output row, which the answers to all its chunks make together.
+    ``joined`` means that the answers to all chunks of the object are joined into one output row.
     """
 
     index: int
@@ -72,7 +74,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class MemberPlace:
-    """A member of an archive: its number among the members, from 0, and its name."""
+    """A member of an archive: its name, and its number among the members, counted from 0."""
 
     index: int
     name: str
@@ -80,13 +82,13 @@ class MemberPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input: the ``body`` of a JSONL line; or ``data``, an object of ``kind`` or a ``chunk`` of one; or a
+    """One input. It has the ``body`` of a JSONL line, or ``data`` (an object of ``kind`` or a ``chunk`` of one), or a
     ``failure``.
 
-    ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the row's
-    first line in the object or in its ``member``, from 1; None means that the row is all of it. ``whole`` is the size
-    of the object in bytes, unless it is JSONL. ``content_type`` is the type of ``data``, if the key does not name it.
-    ``sequence`` is the id of the sequence to which the chunk belongs.
+    ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the number
+    of the row's first line in the object or in its ``member``, counted from 1; None means that the row is the whole
+    object or member. ``whole`` is the size of the object in bytes, unless it is JSONL. ``content_type`` is the type of
+    ``data``, if the key does not name it. ``sequence`` is the id of the sequence to which the chunk belongs.
     """
 
     index: int
@@ -109,8 +111,9 @@ class Row:
 class Outcome:
     """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
 
-    ``pieces`` holds the bodies of an answer in pieces, instead of a ``response``; each becomes an output line. ``span``
-    is the start and the end of the row's inference on the monotonic clock; None means the times of its batch.
+    If the answer consists of pieces, ``pieces`` contains their bodies and replaces ``response``; each piece becomes an
+    output line. ``span`` is the start and the end of the row's inference on the monotonic clock; None means the times
+    of its batch.
     """
 
     response: Mapping[str, Any] | None = None
@@ -123,7 +126,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The prefix of the ids of output rows, and the creation time in all of them, in seconds since the epoch."""
+    """What all output rows of a run share: the prefix of the ids, and the creation time in seconds since the epoch."""
 
     id: str
     created: int
@@ -137,7 +140,7 @@ class Result:
     outcome: Outcome
 
     def record(self, run: RunIdentity) -> dict[str, Any]:
-        """Returns the output row: a line of OpenAI's batches, with the row's place in the input."""
+        """Returns the output row: a line in the format of OpenAI's batches, with the row's place in the input."""
         row, failure = self.row, self.outcome.failure
         name, place = _name(run, row), self._place()
         if failure is None:

@@ -1,6 +1,6 @@
 """Runs one cloud run from its input to its output: plans it, resumes it, writes its parts and records its end.
 
-The model is a callable here, and a description that tells one run from another.
+This module knows the model only as a callable and a description; runs with different descriptions are different runs.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ Written = Callable[[int, int], Awaitable[None]]
 class CloudRun:
     """The description of one run: its input, its output, and how its rows are inferred.
 
-    If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model as plain JSON; another
-    description is another run. This worker is ``lane`` of ``lanes``, from 1, and writes the parts n with n % lanes ==
-    lane - 1. The run ends if more than ``max_failures`` rows fail; None means that it never does. With ``retry_failed``
-    the failed rows of existing parts are inferred again, before missing parts. ``limit`` is how many rows of the input
-    are read; None means all. ``created`` is the creation time in the output rows, in seconds since the epoch; None
-    means the time when the run began.
+    If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model as plain JSON; a run with
+    another description is another run. This worker is number ``lane`` (counted from 1) of ``lanes`` workers and writes
+    the parts n with n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None means that there
+    is no limit. With ``retry_failed`` the failed rows of existing parts are inferred again, before missing parts.
+    ``limit`` is the maximum number of input rows that are read; None means all. ``created`` is the creation time in the
+    output rows, in seconds since the epoch; None means the time when the run began.
     """
 
     input: str | None = None
@@ -163,7 +163,7 @@ async def plan(run: CloudRun) -> RunPlan:
     """Lists the input, or reads the list that is stored with the output. Writes nothing.
 
     Raises CloudError: RunRefused if the output belongs to another run, InUse if another command writes to it. The
-    caller awaits ``settle`` before its event loop ends.
+    caller must await ``settle`` before its event loop ends.
     """
     place = await _open(run)
     identity = identify(run.config(), int(time.time()) if run.created is None else run.created)
@@ -238,7 +238,7 @@ def _is_web(url: str) -> bool:
 
 
 async def _kept(output: Store, run: CloudRun, place: InputLocation | UrlStore) -> list[Listed] | None:
-    """Returns the list that is stored with the output. Raises RunRefused if an object in it no longer has a URL."""
+    """Returns the list that is stored with the output. Raises RunRefused if a listed object no longer has a URL."""
     stored = await get_or_none(output, INPUTS, run.retry)
     if stored is None:
         return None
@@ -257,7 +257,8 @@ def _never() -> bool:
 async def results(
     planned: RunPlan, infer: Infer, metrics: RunMetrics, failures: int = 0, stopped: Callable[[], bool] = _never
 ) -> AsyncGenerator[Result, None]:
-    """Yields the results that are still missing, in order. Raises TooManyFailures after one failure too many.
+    """Yields the results that are still missing, in order. Raises TooManyFailures once more than ``max_failures`` rows
+    have failed.
 
     ``failures`` are the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
     """
@@ -338,11 +339,11 @@ async def write(
     written: Written | None = None,
     stopped: Callable[[], bool] = _never,
 ) -> int:
-    """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
+    """Writes the missing parts. Returns the number of failed rows in this worker's parts, also from earlier commands.
 
-    ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is called for each part once it
-    is durable. Once ``stopped`` returns true, only the rows that were read are written. Raises InUse if another command
-    writes.
+    ``report`` is called with one line about failed rows that cannot be inferred again; ``written`` is called for each
+    part once the part is durable. Once ``stopped`` returns true, only the rows that have already been read are written.
+    Raises InUse if another command writes.
     """
     run = planned.run
     assert run.output is not None, "a plan without an output"
@@ -378,7 +379,7 @@ async def _retry_failed(
     report: Callable[[str], None],
     lease: WriterLease,
 ) -> int:
-    """Infers failed rows again and returns their number. Raises TooManyFailures."""
+    """Infers failed rows again and returns the number of rows that were tried. Raises TooManyFailures."""
     run, done = planned.run, planned.done
     retries = FailedRowRetry(_source(planned, metrics), output, run.part_rows, planned.identity)
     before = metrics.failed

@@ -1,4 +1,4 @@
-"""Counts the work of a run. The metrics have the names of Beam's RunInference if it has them."""
+"""Counts the work of a run. A metric that Beam's RunInference also has is named as in Beam."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Distribution:
 class BusyTime:
     """The share of time in which at least one row was inferred, from the first start to the last end.
 
-    ``spans`` are the busy spans, in order and apart from each other.
+    ``spans`` are the busy spans, in order and without overlaps.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class RunMetrics:
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
         """Counts a batch that was inferred.
 
-        A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed.
+        A batch that is cancelled, for example because the run ends early, counts neither as inferred nor as failed.
         """
         self.num_inferences += sum(outcome.failure is None or not outcome.failure.shared for outcome in outcomes)
         self.inference_request_batch_size.update(len(rows))
@@ -97,7 +97,7 @@ class RunMetrics:
             self.completion_tokens += outcome.completion_tokens
 
     def retried(self, error: Exception) -> None:
-        """Counts a call that is tried again."""
+        """Counts a call that is retried."""
         self.retries += 1
 
     def delivered(self, row: Row, outcome: Outcome) -> None:
@@ -107,7 +107,7 @@ class RunMetrics:
         self.input_bytes += row.size
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all metrics by name, as values that JSON can hold."""
+        """Returns all metrics by name, as JSON-serializable values."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Distribution):

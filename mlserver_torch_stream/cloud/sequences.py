@@ -1,7 +1,7 @@
 """Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
-Here a row of the stages is a whole object, whose chunks are read while it is inferred. If the state of its sequence is
-lost, only that object starts again, with a new sequence id.
+Here each object is one row of the pipeline, and its chunks are read while the object is inferred. If the state of a
+sequence is lost, only the object of this sequence starts again, with a new sequence id.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _TRIES = 3  # how often an object is tried
 
 @dataclass
 class ObjectSequences:
-    """Has the rows of the objects of ``source``, and the callable that infers them.
+    """Yields one row for each object of ``source``, and infers these rows when called.
 
     ``infer`` gets one chunk at a time, with the id of its sequence, and raises SequenceLost if the object has to begin
-    anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that starts
-    again holds ``again``, so that the objects of a failed batch get into different batches.
+    anew. At most ``most`` objects are inferred at a time, and they share the bytes that ``source`` may prefetch. Only
+    one object at a time can start again (the lock is ``again``), so that the objects of a failed batch get into
+    different batches.
     """
 
     source: Source

@@ -1,6 +1,6 @@
 """Writes numbered parts, each as a whole and only if it does not exist yet. An existing part is a checkpoint.
 
-Knows rows by their index. It reads the content of parts only to find where a run resumes.
+Rows are identified by their index. The content of parts is read only to find where a run resumes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _AT_ONCE = 16  # parts that are read at a time
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The parts that an output holds. ``complete`` means that a part is shorter than the others, so it is the input's
-    last.
+    """The parts that an output holds. ``complete`` means that one part is shorter than the others and therefore is the
+    last part of the input.
 
     ``sparse`` means that parts exist after a missing one, because several workers write them. ``rows`` is the number of
-    rows in all parts. ``stale`` has the failed rows of each part whose object of failed rows is missing or out of date.
+    rows in all parts. ``stale`` contains the failed rows of those parts whose object of failed rows is missing or out
+    of date.
     """
 
     parts: frozenset[int] = frozenset()
@@ -45,7 +46,7 @@ class Done:
 
 
 class PartSink:
-    """Takes results in order and writes them as parts of ``rows`` rows: row i belongs to part i // rows."""
+    """Accepts results in order and writes them as parts of ``rows`` rows: row i belongs to part i // rows."""
 
     def __init__(self, store: Store, rows: int, run: RunIdentity, retry: Retry) -> None:
         self._store = store
@@ -57,7 +58,7 @@ class PartSink:
         self._failed: list[bytes] = []
 
     async def write(self, result: Result) -> bool:
-        """Writes a result. Returns True if it completed a part, which is then durable."""
+        """Writes a result. Returns True if this result completed a part; the part is then durable."""
         number, place = divmod(result.row.index, self._rows)
         assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
@@ -82,7 +83,8 @@ class PartSink:
 
 
 async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
-    """Writes an object that does not exist yet. After a lost answer the object may exist with the same bytes.
+    """Writes an object that does not exist yet. If the answer to an earlier attempt was lost, the object may already
+    exist with the same bytes.
 
     Raises ObjectExists if it exists with other bytes.
     """
@@ -98,8 +100,8 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
 async def find_done(store: Store, rows: int, retry: Retry) -> Done:
     """Returns the parts that exist, and where the run resumes.
 
-    Reads the last parts, because a run may have died before it wrote their failed rows, and all parts that have failed
-    rows.
+    Reads all parts that have failed rows, and also the last parts, because a run may have died before it wrote the
+    failed rows of the last parts.
     """
     names = await retry.run(_names, store)
     parts = frozenset(number for name in names if (number := part_number(name)) is not None)
@@ -121,7 +123,7 @@ async def find_done(store: Store, rows: int, retry: Retry) -> Done:
 
 
 async def mend_errors(store: Store, done: Done, retry: Retry) -> None:
-    """Writes again the objects of failed rows that ``find_done`` found missing or out of date."""
+    """Rewrites the objects of failed rows that ``find_done`` found to be missing or out of date."""
     for number, failed in done.stale.items():
         await put_errors(store, number, failed, retry)
 
@@ -175,6 +177,6 @@ def failed_lines(part: bytes) -> bytes:
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
     """Writes the failed rows of a part.
 
-    If no row failed in the end, the object is empty: not every writer may delete.
+    If no failed row is left, the object is written empty instead of deleted, because not every writer may delete.
     """
     await retry.run(store.put, errors_name(number), failed)

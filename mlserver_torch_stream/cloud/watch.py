@@ -55,7 +55,7 @@ _LOOK_S = 1.0  # the time between two looks at an archive's result that another 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A new object. ``done`` is awaited once the object's result is durable, or once the object turns out to be gone."""
+    """A new object. ``done`` is awaited once the object's result is durable, or once the object proves to be gone."""
 
     key: str
     done: Callable[[], Awaitable[None]]
