@@ -14,8 +14,8 @@ _CLOSING_S = 0.05  # aiohttp does not wait until its transports have closed thei
 class _Socket(socket.socket):
     """A socket that closes no descriptor when it is collected.
 
-    uvloop closes the descriptor of a connection that is cancelled before it is made, but leaves the socket object open:
-    the object, once collected, would close the file that has the same number by then.
+    If a connection is cancelled before it is made, uvloop closes the descriptor but leaves the socket object open. When
+    the object is collected, it would close whatever file has the same number by then.
     """
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""Asks a server over HTTP to infer rows: sends requests, reads refusals, and decides when to send a request again."""
+"""Lets a server infer rows over HTTP: sends requests, reads refusals, and decides when to send a request again."""
 
 from __future__ import annotations
 
@@ -47,13 +47,15 @@ _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """A model of a server, and how rows are sent to it. ``model`` None means the server's only model.
+    """A model on a server, and how rows are sent to this model. If ``model`` is None, it is the only model of the
+    server.
 
-    ``rows`` says how prompts become requests. ``objects`` says the same for whole objects and chunks, for ``api``
-    "torchserve" or with ``tensor``, the name of a BYTES tensor. With ``batches`` each batch of the run is one request,
-    which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is the
-    longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it, and in
-    all answers to ``batches``. ``ended`` says why the server will never answer again; None while it may.
+    ``rows`` says how prompts become requests. ``objects`` says how whole objects and chunks become requests; it needs
+    the ``api`` "torchserve", or ``tensor``, which is the name of a BYTES tensor. With ``batches`` each batch of the run
+    is one request, which only servers of this project accept. At most ``concurrency`` requests are in flight.
+    ``timeout`` is the longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do
+    not name it, and in all answers to ``batches``. ``ended`` returns why the server will never answer again, or None as
+    long as it may.
     """
 
     url: str
@@ -73,7 +75,9 @@ class ServerEndpoint:
 
 
 class RowFailed(CloudError, retriable=True):
-    """The server failed at this row. The row is sent again; the last attempt's failure is the row's."""
+    """The server failed to infer this row. The row is sent again; if the last attempt fails too, its failure is that of
+    the row.
+    """
 
     def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -81,7 +85,7 @@ class RowFailed(CloudError, retriable=True):
 
 
 class RowRejected(CloudError):
-    """The server refuses this row, and would refuse it again."""
+    """The server refuses this row and would refuse it at every attempt."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -89,7 +93,7 @@ class RowRejected(CloudError):
 
 
 class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
-    """The server accepts no connection, or asks for a later attempt, whatever the row holds."""
+    """The server accepts no connection or asks for a later attempt, and the content of the row is not the reason."""
 
 
 class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
@@ -99,8 +103,8 @@ class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
 class Backend(ABC):
     """Infers batches with the ``model`` of an endpoint. ``retries`` counts the requests that were sent again.
 
-    Raises StoreUnavailable if the server does not answer within all tries, AccessDenied for a wrong key and
-    ObjectMissing for an unknown model. These end the run, which can be resumed, instead of failing every row.
+    Raises StoreUnavailable if the server answers none of the attempts, AccessDenied for a wrong key and ObjectMissing
+    for an unknown model. These errors end the run, which can be resumed later, instead of failing every row.
     """
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
@@ -113,7 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Returns the outcome of each row. Raises CloudError if the run ends."""
+        """Returns the outcome of each row. Raises CloudError if the run has to end."""
 
     async def aclose(self) -> None:
         """Closes the connections to the server."""
@@ -126,7 +130,7 @@ class Backend(ABC):
     async def _posted(
         self, path: str, content: bytes | AsyncIterator[bytes], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the answer to a POST, whatever its status. Raises StoreUnavailable if the connection breaks."""
+        """Yields the response to a POST, whatever its status. Raises StoreUnavailable if the connection breaks."""
         body = io.BytesIO(content) if isinstance(content, bytes) and len(content) >= _WARNED_BYTES else content
         url = URL(self._url + path, encoded=True)
         try:
@@ -143,7 +147,7 @@ class Backend(ABC):
     async def _answered(
         self, started: int, path: str, content: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the answer to a POST. Raises CloudError if it is a refusal, or breaks off."""
+        """Yields the response to a POST. Raises CloudError if the response is a refusal or breaks off."""
         async with self._posted(path, content, headers) as response:
             if response.status != 200:
                 if response.status in _SLOWER:
@@ -162,7 +166,7 @@ class Backend(ABC):
         return lasting_refusal(text, status, missing=status == 404, error=error)
 
     def _without_key(self, text: str) -> str:
-        """Removes the key from a text: a server may repeat it in its error."""
+        """Removes the key from a text, because a server may repeat the key in its error."""
         key = self.endpoint.key or ""
         return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
@@ -170,7 +174,7 @@ class Backend(ABC):
 class RowBackend(Backend):
     """Sends each row in a request of its own.
 
-    If the connection breaks at each try of one row while the server answers other rows, only that row fails.
+    If the connection breaks at every attempt to send a row while the server answers other rows, only this row fails.
     """
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
@@ -178,7 +182,9 @@ class RowBackend(Backend):
         self._answers = 0
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
+        """Infers all rows concurrently. If a row raises an exception, the other rows are cancelled and the exception is
+        raised.
+        """
         tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
         try:
             return list(await asyncio.gather(*tasks))
@@ -192,10 +198,11 @@ class RowBackend(Backend):
         """Infers a row."""
 
     async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
-        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
+        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may be
+        temporary.
 
-        It is called with True at the row's last try, and then sends the row while no other is in flight: another row in
-        the same batch of the server may have caused the failures before.
+        At the row's last attempt, ``once`` is called with True and sends the row while no other row is in flight,
+        because another row in the same batch of the server may have caused the earlier failures.
         """
         failures = breaks = 0
         before: int | None = None  # all answers before the second break; some may have come after the first
@@ -242,8 +249,8 @@ def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohtt
 def lasting_refusal(
     text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
 ) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
-    """Returns the error of a refusal that a later try would get again. ``missing`` means that the server has no such
-    model.
+    """Returns the error for a refusal that a later request would get again. ``missing`` means that the server has no
+    such model.
     """
     if status in (401, 403):
         return AccessDenied(text)
@@ -260,7 +267,7 @@ def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] |
 
 
 def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
-    """Returns the message of a refusal, and its error object if it has OpenAI's form."""
+    """Returns the message of a refusal, and its error object if the refusal has OpenAI's format."""
     try:
         error = parse(body)["error"]
         return error_message(error), error if isinstance(error, dict) else None
@@ -269,7 +276,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:
-    """Returns the name of the server's only model. Raises RunRefused if it has none or several."""
+    """Returns the name of the server's only model. Raises RunRefused if the server has no model or several models."""
     method, path, body = (
         ("GET", "/v1/models", None) if api == "openai" else ("POST", "/v2/repository/index", b'{"ready": true}')
     )

@@ -1,7 +1,7 @@
-"""Keeps two objects beside the parts: the manifest, and the lease of the one command that writes them.
+"""Keeps two objects beside the parts of an output: the manifest, and the lease of the command that writes these parts.
 
-With or without the lease no part is written twice. The lease saves a second command from inference whose results it
-could not write.
+No part is written twice even without the lease. The lease prevents a second command from inferring rows whose results
+it could not write.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
 class WriterLease:
-    """Holds the lease of an output while its block runs.
+    """A context manager that keeps the lease of an output until its block ends.
 
-    A dead writer on this machine is noticed at once, because its process is gone. A writer on another machine counts as
-    dead after ``silence`` seconds without a renewal, or if the two clocks differ by more than that.
+    A dead writer on this machine is noticed at once, because its process no longer exists. A writer on another machine
+    is considered dead after ``silence`` seconds without a renewal, or if the clocks of the machines differ by more than
+    ``silence`` seconds.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class WriterLease:
         self._lost = False
 
     async def check(self) -> None:
-        """Raises InUse if a living command writes parts that this command would write."""
+        """Raises InUse if a running command writes parts that this command would write."""
         names = [info.key async for info in self._output.list() if self._shares_parts(info.key)]
         for name in names:
             with suppress(ObjectMissing):
@@ -90,14 +91,16 @@ class WriterLease:
                 await asyncio.wait_for(self._output.put(self._name, self._text(ended=True)), _END_S)
 
     def require(self) -> None:
-        """Raises ObjectChanged once another command has taken the output over."""
+        """Raises ObjectChanged once another command has taken over the output."""
         if self._lost:
             raise ObjectChanged(
                 f"{self._output.url}: another command writes to it now, because this command was silent for too long"
             )
 
     async def _take_over(self) -> None:
-        """Replaces the lease of a command that has ended or died. If two commands try, one succeeds."""
+        """Replaces the lease of a command that has ended or died. If two commands try at the same time, only one
+        succeeds.
+        """
         data, marks = await self._retry.run(self._output.look, self._name)
         self._refuse_if_alive(data)
         try:
@@ -133,7 +136,7 @@ class WriterLease:
     def _shares_parts(self, name: str) -> bool:
         """Returns True if a lease's lane shares parts with this one: a lane has the parts n with n % lanes == lane - 1.
 
-        Two lanes share parts if their remainders agree.
+        Two lanes share parts if some n has the remainders of both.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -173,7 +176,7 @@ def _started(pid: Any) -> int | None:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """Reads a lease. Bytes that are not a lease count as a lease that has ended."""
+    """Reads a lease. Bytes that are not a valid lease count as a lease that has ended."""
     try:
         holder = json.loads(data)
     except ValueError:
@@ -187,7 +190,8 @@ _OWN = ("format", "run", "created")  # keys of a manifest that are not part of t
 
 
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
-    """Returns the run of ``config``, if the output belongs to it; None if the output belongs to no run yet.
+    """Returns the identity of the run with this ``config`` if the output belongs to this run; None if the output
+    belongs to no run yet.
 
     Raises RunRefused if the output belongs to another run.
     """
@@ -211,7 +215,9 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
 
 
 async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
-    """Makes the output this run's if it belongs to no run yet. Raises RunRefused if it belongs to another run."""
+    """Claims the output for this run if the output belongs to no run yet. Raises RunRefused if it belongs to another
+    run.
+    """
     run = identify(config, created)
     manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"
@@ -225,5 +231,7 @@ async def claim(output: Store, config: Mapping[str, Any], created: int, retry: R
 
 
 def identify(config: Mapping[str, Any], created: int) -> RunIdentity:
-    """Returns the identity of a run: a digest of its configuration, and when it began, in seconds since the epoch."""
+    """Returns the identity of a run: a digest of its configuration, and the time when it began, in seconds since the
+    epoch.
+    """
     return RunIdentity(digest(config), created)

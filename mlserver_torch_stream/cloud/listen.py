@@ -1,7 +1,7 @@
-"""Receives notifications of new objects over HTTP: S3's and MinIO's webhooks, SNS, CloudEvents.
+"""Receives notifications of new objects over HTTP: webhooks of S3 and MinIO, messages of SNS, and CloudEvents.
 
-An event is recorded as an object before it is accepted, and its record is deleted when all its objects are done. A
-listener that starts announces the recorded events first.
+Each event is recorded as an object before the listener accepts the event; the record is deleted when all objects of the
+event are done. When a listener starts, it announces the recorded events first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STRUCTURED, _BATCHED = "application/cloudevents+json", "application/cloudevents
 
 
 class EventRefused(Exception):
-    """The listener does not accept an event. Holds the status, the message and the headers of the answer."""
+    """The listener does not accept an event. Has the status, the message and the headers of the response."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -53,9 +53,9 @@ class EventListener:
     """Announces the new objects of ``place`` that are named by events posted to ``host`` and ``port``.
 
     ``records`` says where accepted events are recorded. ``key`` is the secret that an event must carry, as a bearer
-    token or as the password of basic authentication; None means that no secret is needed. ``sns`` None means that
-    messages of SNS are refused. ``check`` runs for each event and ends the listening with a CloudError. ``report`` gets
-    the address and a line for each refused event.
+    token or as the password of basic authentication; None means that no secret is needed. If ``sns`` is None, messages
+    of SNS are refused. ``check`` runs for each event and ends the listening if it raises CloudError. ``report`` is
+    called with the address and with one line for each refused event.
     """
 
     host: str
@@ -76,7 +76,7 @@ class EventListener:
         self._requests = 0
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
-        """Yields new objects, and never ends by itself. Raises CloudError."""
+        """Yields new objects until the caller closes it. Raises CloudError."""
         await self._load()
         app = web.Application(client_max_size=MAX_EVENT_BYTES)
         app.router.add_post("/", self._post)
@@ -111,7 +111,7 @@ class EventListener:
     def _announce(self, name: str, keys: Sequence[str]) -> None:
         """Announces the objects of an event.
 
-        ``name`` is the event's record, which is deleted when all objects are done.
+        ``name`` is the key of the event's record, which is deleted when all objects of the event are done.
         """
         left = len(keys)
         self._open += left
@@ -225,7 +225,7 @@ class EventListener:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Reads the body. Raises EventRefused if it is too large, too slow, cut off or compressed."""
+    """Reads the body. Raises EventRefused if the body is too large, too slow, cut off or compressed."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise EventRefused(415, "Content-Encoding: compressed events are not accepted")
     try:

@@ -1,6 +1,6 @@
 """Reads the rows of an archive's members, in their order: the records of tables, and other members as whole rows.
 
-A member that cannot be read is a row with a failure, and the next member follows.
+A member that cannot be read becomes a row with a failure, and reading continues with the next member.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Wanted = Callable[[tuple[int, int | None]], bool]
 class ArchiveReader:
     """Reads the rows of one archive. All rows have the index 0. Methods raise Damaged if the archive itself is broken.
 
-    ``kind`` says how all members are read; None means that their names say how. ``whole_bytes`` is the maximum number
-    of bytes of a member that is one row.
+    ``kind`` is the kind of all members; None means that the name of each member tells its kind. ``whole_bytes`` is the
+    maximum number of bytes of a member that is one row.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class ArchiveReader:
 
     @property
     def over(self) -> bool:
-        """True if the directory names no further member. A tar is read to the end of its compression."""
+        """True if the directory of a zip archive has no further member. A tar archive is read to the end of its
+        compressed stream.
+        """
         return isinstance(self._divider, Zip) and self._divider.over
 
     def feed(self, data: bytes) -> Iterator[Row]:
@@ -133,7 +135,9 @@ class ArchiveReader:
 
 
 class _WholeMember:
-    """Collects a member that is one row, or Parquet. No bytes of a member that is too large are kept."""
+    """Collects the bytes of a member that is a single row or a Parquet file. No bytes of a member that is too large are
+    kept.
+    """
 
     def __init__(self, kind: Kind, most: int) -> None:
         self.kind = kind
@@ -166,7 +170,9 @@ class _WholeMember:
 
 
 def damage(key: str, kind: Kind, name: str, error: Damaged) -> Failure:
-    """Returns the failure of a table, an archive or a member that cannot be read further. Its code names what broke."""
+    """Returns the failure of a table, an archive or a member that cannot be read further. The failure's code names what
+    broke.
+    """
     if isinstance(error, TableBroken):
         return Failure("invalid_table", f"{name}: {error}")
     packed = None if kind is Kind.ARCHIVE else compression_of(key, kind)

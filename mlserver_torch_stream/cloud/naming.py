@@ -1,6 +1,6 @@
 """Tells the kind of an object by its key, matches globs, and makes the names of parts and the digest of a run.
 
-Knows keys and configurations only, and no store.
+This module deals with keys and configurations only, not with stores.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def errors_name(number: int) -> str:
 
 
 def done_name(lane: int, lanes: int) -> str:
-    """Returns the name of the object that marks a run as finished, or worker ``lane`` of ``lanes`` as finished."""
+    """Returns the name of the object that marks a run as finished or, of several workers, worker ``lane`` of ``lanes``."""
     return "done.json" if lanes == 1 else f"done-{lane}-of-{lanes}.json"
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """Returns ``default`` if it is given, else the kind that the key's ending names; an unknown ending means bytes."""
+    """Returns ``default`` if given, otherwise the kind that belongs to the key's ending; an unknown ending means bytes."""
     if default is not None:
         return default
     lower = key.lower()
@@ -104,7 +104,9 @@ def kind_of(key: str, default: Kind | None) -> Kind:
 
 
 def closed_format(key: str, kind: Kind) -> str | None:
-    """Returns the format that the key's ending names, if such objects cannot be read as ``kind``; otherwise None."""
+    """Returns the format that the key's ending names if objects in this format cannot be read as ``kind``, otherwise
+    None.
+    """
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
     return None if kind is Kind.PARQUET or (form == _COMPRESSED and compression_of(key, kind)) else form
@@ -119,7 +121,7 @@ def compression_of(key: str, kind: Kind) -> str | None:
 
 
 def is_archive(key: str) -> bool:
-    """True if members of objects with this ending can be read."""
+    """True if the key's ending is that of an archive whose members can be read."""
     return key.lower().endswith((*_TARS, ".zip"))
 
 
@@ -163,12 +165,12 @@ def _place(url: str) -> str:
 
 
 def digest(value: Mapping[str, Any]) -> str:
-    """Returns a SHA-256 of the values that does not depend on the order of their keys."""
+    """Returns a SHA-256 digest of the values, which does not depend on the order of the keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns one clause for each value that differs. The clause names the option that sets the value."""
+    """Returns one clause for each value that differs, with the option that sets this value."""
     before, after = dict(_values(was)), dict(_values(now))
     paths = [*after, *(path for path in before if path not in after)]
     return [
@@ -179,7 +181,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _values(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the leaves of the configuration, each with the keys that lead to it."""
+    """Yields the leaves of the configuration, each with the path of keys to the leaf."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _values(value, (*above, key))

@@ -1,6 +1,7 @@
-"""Divides a Parquet file into rows: says which bytes hold the chosen columns of a row group, and decodes these.
+"""Divides a Parquet file into rows: finds the byte ranges of the chosen columns of a row group, and decodes these
+bytes.
 
-Fetches nothing: its caller passes the bytes, and the file's other bytes are never needed.
+This module fetches nothing: the caller passes the bytes, and no other bytes of the file are needed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def parquet_library() -> Any:
 
 
 class ParquetTable:
-    """A file of ``size`` bytes, by its last bytes ``tail``. Raises TableBroken, FooterLonger, RunRefused."""
+    """A Parquet file of ``size`` bytes, known from its last bytes ``tail``. Raises TableBroken, FooterLonger,
+    RunRefused.
+    """
 
     def __init__(self, tail: bytes, size: int, tables: Tables) -> None:
         self._library = parquet_library()
@@ -78,7 +81,7 @@ class ParquetTable:
         ]
 
     def groups(self) -> Iterator[RowGroup]:
-        """Yields the row groups. Raises TableBroken at one that is too large."""
+        """Yields the row groups. Raises TableBroken if a row group is too large."""
         first = 1
         for index in range(self._metadata.num_row_groups):
             self._check(index)
@@ -92,8 +95,10 @@ class ParquetTable:
             first += group.num_rows
 
     def _check(self, index: int) -> None:
-        """Raises TableBroken if the footer contradicts itself in a row group. pyarrow 26 finds that as soon as it reads
-        the group, and raises; when it is asked for the group's columns first, it ends the process instead."""
+        """Raises TableBroken if the footer's description of a row group contradicts itself. pyarrow 26 raises an
+        exception if the row group is read first; if columns of this group are requested before, pyarrow ends the
+        process instead.
+        """
 
         def read() -> None:
             file = _Sparse([], self._size)
@@ -115,8 +120,9 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """Yields the ``wanted`` rows of a group, some at a time. ``parts`` holds the bytes of its ranges. Raises
-        TableBroken."""
+        """Yields lists of ``wanted`` rows of a row group. ``parts`` contains the bytes of the group's ranges. Raises
+        TableBroken.
+        """
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
         size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.count // max(1, nbytes)))
@@ -149,7 +155,7 @@ def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callabl
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ranges, with ranges that have little between them merged."""
+    """Returns the ranges after merging those separated by only a small gap."""
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and start <= merged[-1][1] + _GAP_BYTES:
@@ -179,11 +185,11 @@ def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
 
 
 class _Unknown(OSError):
-    """Bytes of a file are not known, because they are outside of the row groups that its footer describes."""
+    """Bytes of a file are not known, because they are outside the row groups that the footer describes."""
 
 
 class _Sparse(io.RawIOBase):
-    """A file of ``size`` bytes of which only ``parts`` are known, each with the byte that it begins with."""
+    """A file of ``size`` bytes of which only ``parts`` are known; each part comes with its offset in the file."""
 
     def __init__(self, parts: Sequence[tuple[int, bytes]], size: int) -> None:
         self._parts = parts
