@@ -1,4 +1,5 @@
-"""Infers the objects of a store as a stream: fetches ahead, batches, delivers in order, resumes after a crash.
+"""Infers the objects of a store as a stream: prefetches them, forms batches, delivers in order, and resumes after a
+crash.
 
-The room deals with objects, their order and the parts of an output. The model is a callable that infers a batch.
+This package deals with objects, their order and the parts of an output. The model is a callable that infers a batch.
 """

@@ -1,6 +1,6 @@
-"""Divides archives into members as their bytes arrive, in pieces of bounded size: tar and zip, and zstd streams.
+"""Divides tar and zip archives into members, as bytes arrive and in pieces of limited size. Also reads zstd streams.
 
-Nothing is unpacked to disk. Each member gives an event with its name, then its bytes, then an event at its end.
+Nothing is unpacked to disk. Each member yields an event with its name, then its bytes, then an event at its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class MemberBegin:
-    """Begins a member. ``trouble`` says why its bytes are not read; empty if they are."""
+    """Begins a member. ``trouble`` says why the member's bytes are not read; it is empty if they are read."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class MemberBegin:
 
 @dataclass(frozen=True, slots=True)
 class MemberEnd:
-    """Ends a member. ``trouble`` says why its last bytes are missing or wrong; empty if they are right."""
+    """Ends a member. ``trouble`` says why the member's last bytes are missing or wrong; empty if they are right."""
 
     trouble: str = ""
 
@@ -47,7 +47,7 @@ class Decompressor(Protocol):
     """Decompresses a stream. ``feed`` and ``end`` raise Damaged."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Takes the next compressed bytes, and yields the decompressed bytes in pieces."""
+        """Accepts the next compressed bytes, and yields decompressed bytes in pieces."""
 
     def end(self) -> None:
         """Checks that the compressed stream is complete."""
@@ -65,7 +65,9 @@ class Plain:
 
 
 class SlicedGunzip(Gunzip):
-    """Feeds zlib a large block in slices, because zlib copies the unread rest of its input for each piece."""
+    """Passes a large block to zlib in slices, because for each piece of output zlib copies the part of its input that
+    it has not yet read.
+    """
 
     def __init__(self) -> None:
         super().__init__(padded=True)
@@ -76,7 +78,7 @@ class SlicedGunzip(Gunzip):
 
 
 class Unzstd:
-    """Decompresses zstd. Several frames one after another are one stream."""
+    """Decompresses zstd. Consecutive frames are one stream."""
 
     def __init__(self) -> None:
         """Raises Damaged if the library is missing."""
@@ -119,9 +121,9 @@ def decompressor(compression: str | None) -> Decompressor:
 
 
 class Tar:
-    """Reads the members of a tar archive with headers of POSIX (pax), GNU or older formats.
+    """Reads the members of a tar archive in the POSIX (pax), GNU or older formats.
 
-    Folders are skipped. A link, a device or a sparse file is a member with ``trouble``.
+    Folders are skipped. A link, a device or a sparse file becomes a member with ``trouble``.
     """
 
     def __init__(self) -> None:
@@ -236,7 +238,7 @@ class DirectoryLonger(Exception):
 
 
 class _Tail(io.RawIOBase):
-    """The last bytes of an object, as a file of the object's size."""
+    """A file of the size of an object, of which only the last bytes are known."""
 
     def __init__(self, tail: bytes, size: int) -> None:
         self._tail, self._begin, self._size, self._at = tail, size - len(tail), size, 0
@@ -278,7 +280,7 @@ def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:
 class Zip:
     """Reads the members of a zip archive from its bytes, in order. ``members`` is the archive's directory.
 
-    A member that is encrypted, or neither stored nor deflated, has ``trouble``.
+    A member gets ``trouble`` if it is encrypted, or compressed by another method than deflate.
     """
 
     def __init__(self, members: Sequence[zipfile.ZipInfo]) -> None:
@@ -314,7 +316,7 @@ class Zip:
             raise Damaged("is a zip archive that ends too early")
 
     def _seek(self, data: bytes) -> Generator[Event, None, bytes]:
-        """Reads up to the content of the next member; returns the bytes that are left."""
+        """Skips to the content of the next member; returns the bytes that are left."""
         info = self._members[self._number + 1]
         if not self._local and self._at > info.header_offset:
             raise Damaged("is not zip: members overlap")
@@ -353,8 +355,8 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
 
 
 class _ZipContent:
-    """Decompresses one member. ``left`` is the number of compressed bytes still to come; ``shown`` says whether they
-    become events.
+    """Decompresses one member. ``left`` is the number of compressed bytes still to come; ``shown`` says whether the
+    content becomes events.
     """
 
     def __init__(self, info: zipfile.ZipInfo) -> None:

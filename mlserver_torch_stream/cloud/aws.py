@@ -1,4 +1,4 @@
-"""Calls services of AWS by boto3 in threads, and lists a bucket of S3 with all its keys.
+"""Calls AWS services through boto3 in threads, and lists all keys of an S3 bucket.
 
 The object-store library cannot represent some keys, and stops listing at such a key.
 """
@@ -33,10 +33,10 @@ _DEFAULT_REGION = "us-east-1"
 
 
 class AwsClient:
-    """A client of one service. Raises RunRefused for an invalid address.
+    """A client of one AWS service. Raises RunRefused for an invalid address.
 
-    ``credentials`` are arguments of boto3's session; without them boto3 looks in the environment, in profiles and at
-    the machine's role. ``silence`` is the number of seconds to wait for an answer.
+    ``credentials`` are arguments of boto3's session; without them boto3 searches the environment, the profiles and the
+    machine's role. ``silence`` is the number of seconds to wait for an answer.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AwsClient:
     async def call(self, method: str, **arguments: Any) -> Any:
         """Calls a method of the service in a thread, and returns the response. Raises CloudError.
 
-        A cancelled call goes on in its thread, and its response is dropped.
+        If the caller is cancelled, the call continues in its thread and its response is dropped.
         """
         try:
             return await in_thread(lambda: getattr(self._client, method)(**arguments))
@@ -109,8 +109,8 @@ class S3Listing:
     def find(cls, url: str, options: Mapping[str, str], stall_s: float) -> S3Listing | None:
         """Returns the listing of a URL; None if the URL is not one of S3.
 
-        It is also None if the credentials or the address are in neither ``options`` nor the environment, for example
-        because they come from the machine's role.
+        Also returns None if the credentials or the address are in neither ``options`` nor the environment, for example
+        because the credentials come from the machine's role.
         """
         given = {f"AWS_{name.upper().removeprefix('AWS_')}": value for name, value in options.items()}
         environ = {**os.environ, **given}

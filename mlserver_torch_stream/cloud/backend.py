@@ -1,6 +1,7 @@
-"""Infers rows with a server over HTTP: prompts in the V2 protocol or OpenAI's API, objects as predictions or tensors.
+"""Lets a server infer rows over HTTP: prompts by the V2 protocol or OpenAI's API, objects as predictions or tensors.
 
-A server of this project also takes whole batches. A row that the server refuses fails with the server's reason.
+A server of this project also accepts whole batches. If the server refuses a row, the row fails with the server's
+reason.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ async def open_backend(endpoint: ServerEndpoint) -> Backend:
 
 @asynccontextmanager
 async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
-    """Yields ``model`` itself if it is a callable, else a backend for the server at this endpoint or URL."""
+    """Yields ``model`` itself if it is a callable, otherwise a backend for the server at this endpoint or URL."""
     if not isinstance(model, ServerEndpoint | str):
         yield model
         return
@@ -95,7 +96,7 @@ async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
 
 
 class GenerationBackend(RowBackend):
-    """Asks for a generation for each row, streamed or whole."""
+    """Requests a generation for each row, streamed or as a whole."""
 
     async def _one(self, row: Row) -> Outcome:
         try:
@@ -155,7 +156,9 @@ _UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
 
 
 class PredictionBackend(RowBackend):
-    """Posts each object or chunk to ``/predictions/{model}``; the model is the handler's name, or ``name/version``."""
+    """Posts each object or chunk to ``/predictions/{model}``, where the model is a handler's name or
+    ``name/version``.
+    """
 
     async def _one(self, row: Row) -> Outcome:
         request = _objects(self.endpoint)
@@ -225,7 +228,9 @@ _Frame = tuple[dict[str, Any], bytes]
 
 
 class BatchBackend(Backend):
-    """Sends batches to a server of this project over one long HTTP exchange. The server answers each row."""
+    """Sends batches to a server of this project over one long HTTP exchange. The server answers every row of
+    a batch.
+    """
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
         super().__init__(endpoint, model)
@@ -254,7 +259,9 @@ class BatchBackend(Backend):
         return [outcomes[index] for index in range(len(rows))]
 
     async def retry_busy(self, frames: dict[int, bytes], outcomes: dict[int, Outcome]) -> None:
-        """Moves each row from ``frames`` into ``outcomes``. Rows that the model cannot take now are sent again."""
+        """Moves each row from ``frames`` into ``outcomes`` once it is answered. Rows that the busy model refuses are
+        sent again.
+        """
 
         async def attempt() -> None:
             began = time.monotonic()
@@ -274,7 +281,9 @@ class BatchBackend(Backend):
             await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def _in_sequence(self, row: Row) -> Outcome:
-        """Returns the outcome of a chunk. It is sent again only if no worker has received it. Raises SequenceLost."""
+        """Returns the outcome of a chunk. A chunk is sent again only if no worker has received it. Raises
+        SequenceLost.
+        """
         frame = self._frame(row)
         starts = row.chunk is not None and row.chunk.index == 0
 
@@ -359,7 +368,9 @@ class BatchBackend(Backend):
     async def _run_exchange(
         self, outgoing: asyncio.Queue[bytes], waiting: dict[int, asyncio.Future[list[_Frame]]]
     ) -> None:
-        """Sends batches and receives their answers until the connection breaks. Then batches without an answer fail."""
+        """Sends batches and receives their answers until the connection breaks; then all batches without an answer
+        fail.
+        """
         try:
             async with self._posted(self._path, _all_of(outgoing), FRAMES) as response:
                 if response.status != 200:
@@ -398,7 +409,7 @@ class BatchBackend(Backend):
 
 
 async def _all_of(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
-    """Yields the contents of the queue forever. Entries that wait together are yielded as one."""
+    """Yields the contents of the queue forever. All entries that are waiting are joined and yielded as one."""
     while True:
         parts = [await queue.get()]
         while not queue.empty():
@@ -426,7 +437,9 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
 
 
 def _unsent(error: Exception) -> Outcome:
-    """Returns the outcome of a row that JSON cannot carry, because of a lone surrogate, NaN or too deep nesting."""
+    """Returns the outcome of a row that cannot be sent as JSON, because of a lone surrogate, NaN or too deep
+    nesting.
+    """
     if isinstance(error, RequestError):
         return Outcome(failure=refusal(error))
     if isinstance(error, RowUnsuitable):
@@ -439,7 +452,7 @@ def _unreadable(error: Exception) -> RowFailed:
 
 
 def _torchserve_error(body: bytes) -> Mapping[str, Any]:
-    """Returns TorchServe's error object; empty if the body is the handler's own."""
+    """Returns TorchServe's error object; empty if the body was written by the handler."""
     try:
         found = parse(body)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Retries a call with exponential back-off and jitter, and bounds the requests in flight at a server that refuses some.
+"""Retries a call with exponential back-off and jitter, and limits the requests in flight when a server refuses some.
 
-``Retry.pause`` and ``Concurrency`` decide without a clock and without tasks; ``Gate`` makes tasks wait.
+``Retry.pause`` and ``Concurrency`` only calculate, without a clock or tasks; ``Gate`` makes tasks wait.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retries a call, up to ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``.
+    """Retries a call, up to ``tries`` attempts in all. The n-th pause takes ``first * 2**n`` seconds, but at most
+    ``longest`` seconds.
 
-    Jitter shortens it by up to half.
+    Jitter shortens each pause by up to half.
     """
 
     tries: int = 6
@@ -52,7 +53,7 @@ class Retry:
     ) -> T:
         """Calls ``attempt(*args)`` until it succeeds, and returns its result. Raises the last CloudError.
 
-        ``on_retry`` is called with each error after which another attempt follows.
+        ``on_retry`` is called with each error that is followed by another attempt.
         """
         failed = 0
         while True:
@@ -70,9 +71,9 @@ class Retry:
 async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
     """Awaits ``call`` for at most ``seconds``.
 
-    asyncio.wait_for is not used: before Python 3.12 it swallows a cancellation that arrives together with the answer,
-    and a run went on after a signal. If the caller is cancelled or the time is over although the call has a result,
-    ``lost`` is called with the result.
+    asyncio.wait_for is not used, because before Python 3.12 it swallows a cancellation that arrives together with the
+    answer; a run would then continue after a signal. If the call has a result but the caller is cancelled or the time
+    is over, ``lost`` is called with this result.
     """
     future = asyncio.ensure_future(call)
     try:
@@ -94,7 +95,7 @@ def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
 class Concurrency:
     """Limits the requests in flight by additive increase and multiplicative decrease, between 1 and ``most``.
 
-    The refusal of a request that started before the last decrease does not decrease the limit again.
+    If a request is refused that started before the last decrease, the limit is not decreased again.
     """
 
     def __init__(self, most: int, start: int = 4) -> None:
@@ -125,7 +126,7 @@ class Concurrency:
 
 
 class Gate:
-    """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival.
+    """Lets tasks through in the order of their arrival, only as many at a time as ``concurrency`` allows.
 
     A task that must run alone waits until all others have left, and later tasks wait until it has left.
     """
@@ -138,7 +139,7 @@ class Gate:
 
     @asynccontextmanager
     async def through(self, alone: bool = False) -> AsyncIterator[int]:
-        """Yields the argument for ``Concurrency.refused``."""
+        """Waits until the task may pass, and yields the argument for ``Concurrency.refused``."""
         if not self._waiting and self._has_room(alone):
             self._enter(alone)
         else:

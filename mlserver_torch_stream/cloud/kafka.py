@@ -157,7 +157,7 @@ class Topic:
                 )
 
     async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> bool:
-        """Commits an offset. Returns False if the partition now belongs to another consumer, which will find the part."""
+        """Commits an offset. Returns False if another consumer now has the partition; it will find the part."""
         try:
             await consumer.commit({partition: offset})
         except (CommitFailedError, IllegalStateError):

@@ -136,7 +136,7 @@ class WriterLease:
     def _shares_parts(self, name: str) -> bool:
         """Returns True if a lease's lane shares parts with this one: a lane has the parts n with n % lanes == lane - 1.
 
-        Two lanes share parts if some n has the remainders of both.
+        Two lanes share parts if the same n can meet both conditions.
         """
         match = _NAME.fullmatch(name)
         if match is None:

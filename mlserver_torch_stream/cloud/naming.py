@@ -87,12 +87,12 @@ def errors_name(number: int) -> str:
 
 
 def done_name(lane: int, lanes: int) -> str:
-    """Returns the name of the object that marks a run as finished or, of several workers, worker ``lane`` of ``lanes``."""
+    """Returns the name of the object that marks a run, or worker ``lane`` of several ``lanes``, as finished."""
     return "done.json" if lanes == 1 else f"done-{lane}-of-{lanes}.json"
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """Returns ``default`` if given, otherwise the kind that belongs to the key's ending; an unknown ending means bytes."""
+    """Returns ``default`` if given, otherwise the kind that the key's ending names; an unknown ending means bytes."""
     if default is not None:
         return default
     lower = key.lower()

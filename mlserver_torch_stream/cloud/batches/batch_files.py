@@ -1,6 +1,6 @@
 """Reads the input of a batch before any item is answered, and writes its output and error files.
 
-A file that is written a second time, for example after a crash, has the same bytes.
+If a file is written a second time, for example after a crash, it gets the same bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """The result of checking a batch's input. ``problems`` says why no item is answered; empty if the input is
-    valid."""
+    """The result of checking a batch's input. ``problems`` says why no item can be answered; it is empty if the input
+    is valid.
+    """
 
     items: int = 0
     models: tuple[str, ...] = ()
@@ -68,8 +69,9 @@ _Line = tuple[bytes, bool, str | None]  # the line, whether it has an answer, an
 
 
 class OutputFile:
-    """A file that begins with its first line. ``file_id`` is None before that. ``codes`` are the codes of its
-    errors."""
+    """A file that is created when its first line is written. ``file_id`` is None before that. ``codes`` are the codes
+    of its errors.
+    """
 
     def __init__(self, files: FileStore, file_id: str) -> None:
         self.items = 0
@@ -80,7 +82,7 @@ class OutputFile:
 
     @property
     def file_id(self) -> str | None:
-        """The file's id; None as long as no line was written."""
+        """The file's id; None as long as no line has been written."""
         return None if self._upload is None else self._id
 
     async def write(self, lines: list[_Line]) -> None:
@@ -106,7 +108,7 @@ async def write_output_files(
 ) -> tuple[OutputFile, OutputFile]:
     """Writes and returns the file of the answers and the file of the errors. Raises CloudError.
 
-    ``missing`` yields the output lines from a given number on, which no part holds.
+    ``missing`` yields the output lines from a given number on; these lines are in no part.
     """
     answered = OutputFile(files, output_file_id(batch_id, "output"))
     failed = OutputFile(files, output_file_id(batch_id, "errors"))

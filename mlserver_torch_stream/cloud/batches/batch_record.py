@@ -1,4 +1,4 @@
-"""A batch as it is stored and as OpenAI's API shows it, and ids, which sort in the order in which they were made."""
+"""A batch as it is stored and as OpenAI's API shows it. Makes ids, which sort in the order of their creation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STORED = ConfigDict(extra="forbid")
 
 
 class IdMaker:
-    """Makes ids, each larger than the one before."""
+    """Makes ids, each of which is greater than the previous one."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -53,9 +53,9 @@ class BatchProblem:
 class BatchRecord:
     """A batch as it is stored.
 
-    ``models`` are the models that its items name and that were loaded when the input was validated. ``times`` maps each
-    status to the time when the batch got it. ``total`` is the number of items of a valid input; 0 before it is
-    validated.
+    ``models`` are the models that the batch's items name and that were loaded when the input was validated. ``times``
+    maps each status to the time when the batch reached it. ``total`` is the number of items of a valid input; 0 before
+    it is validated.
     """
 
     id: str
@@ -83,7 +83,7 @@ class BatchRecord:
         return self.status in ("failed", "completed", "expired", "cancelled")
 
     def moved(self, status: Status, **changes: Any) -> BatchRecord:
-        """Returns the record with a new status, which begins now."""
+        """Returns the record with a new status that begins now."""
         return replace(self, status=status, times={**self.times, status: int(time.time())}, **changes)
 
     def dumps(self) -> bytes:
@@ -99,7 +99,7 @@ class BatchRecord:
             raise RunRefused("the record of a batch was not written by this program") from None
 
     def shown(self) -> dict[str, Any]:
-        """Returns OpenAI's object, in which each status but ``validating`` has its own time."""
+        """Returns the batch as OpenAI's object, which has a time for each status except ``validating``."""
         errors = [asdict(problem) for problem in self.problems]
         return {
             "id": self.id,

@@ -1,4 +1,4 @@
-"""Runs one batch from its last stored part to its end: its models answer the items until it is stopped.
+"""Runs one batch from its last stored part to its end: models answer the batch's items until the batch is stopped.
 
 If the run is killed, the next run of the same batch continues after the last part.
 """
@@ -53,9 +53,10 @@ class BatchModels(Protocol):
         """Returns True if a model, or an adapter of one, is loaded under this name."""
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns OpenAI's object for the body of an item. Waits until the item may run beside the requests of clients.
+        """Returns OpenAI's object for the body of an item. First waits until the item may run alongside the requests of
+        clients.
 
-        Raises RequestError: UnknownModel; NotServing or QueueFull if the same item may be answered later.
+        Raises RequestError: UnknownModel, or NotServing and QueueFull if the same item may be answered later.
         """
 
 
@@ -63,7 +64,7 @@ class ItemInference:
     """Infers the items of a batch.
 
     ``expected`` are the models and adapters that were loaded when the batch was validated. If one of these is missing
-    now, it is being loaded again, and its items wait. An item that names any other missing model fails.
+    now, it is being loaded again, so the items for this model wait. An item that names any other missing model fails.
     """
 
     def __init__(self, models: BatchModels, endpoint: str, expected: Collection[str]) -> None:
@@ -75,7 +76,9 @@ class ItemInference:
         self.is_stopped = self._stopped.is_set
 
     def stop(self, why: Failure) -> None:
-        """Fails every item without an answer, including running items, with ``why``. Later calls change nothing."""
+        """Fails all items that have no answer, including running items, with the reason ``why``. Later calls change
+        nothing.
+        """
         self._why = self._why or why
         self._stopped.set()
 
@@ -143,7 +146,7 @@ class BatchRun:
     async def run(self) -> None:
         """Runs the batch to its end.
 
-        Raises CloudError; then delivered items are kept, and the run may be tried again.
+        If it raises CloudError, the delivered items are kept, and the run may be tried again.
         """
         record = await self._places.batches.get(self.id)
         if record.status == "validating" or (record.status == "cancelling" and not record.total):
@@ -223,7 +226,9 @@ class BatchRun:
             self._inference = None
 
     async def _written(self, items: int, failed: int) -> None:
-        """Records how many items are in parts. If another process has cancelled the batch, this one learns it here."""
+        """Records how many items are in parts. If another process has cancelled the batch, this process notices it
+        here.
+        """
         record = await self._change(lambda batch: replace(batch, completed=items - failed, failed=failed))
         if record.status == "cancelling":
             self.cancel()
@@ -243,9 +248,9 @@ class BatchRun:
             await parts.delete([info.key async for info in parts.list()])
 
     async def _missing(self, record: BatchRecord, begin: int) -> AsyncGenerator[bytes, None]:
-        """Yields the output lines from number ``begin`` on, which no part holds because the batch was stopped.
+        """Yields the output lines from number ``begin`` on, which are in no part because the batch was stopped.
 
-        Writing these failed items as parts of 16 would take minutes.
+        Writing these failed items as parts of 16 items each would take minutes.
         """
         if begin >= record.total:
             return
@@ -265,7 +270,7 @@ class BatchRun:
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
     """Returns the result, or raises the error, of the coroutine that ends first, and cancels the others.
 
-    If several end together, the first of them in the arguments counts.
+    If several coroutines end at the same time, the one that comes first in the arguments counts.
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

@@ -1,6 +1,6 @@
-"""Runs batches, a few at a time: new ones, and unfinished ones of an earlier process.
+"""Runs new batches, and unfinished batches of an earlier process, a few at a time.
 
-A batch whose store fails is tried again; its delivered items are kept.
+If the store fails, the batch is tried again; the items that have been delivered are kept.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class BatchRunner:
         return record
 
     async def reader(self, file_id: str) -> str | None:
-        """Returns the id of a batch that has not ended and reads this file; None if there is none.
+        """Returns the id of an unfinished batch that reads this file; None if no such batch exists.
 
-        The record says whether a batch has ended: its run ends a little later.
+        Whether a batch has ended is decided by its record; the run of the batch ends a little later.
         """
         for batch_id in [run.id for run in self._runs.values() if run.input_file_id == file_id]:
             if not (await self.places.batches.get(batch_id)).ended:
@@ -155,7 +155,9 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _turn(self, run: BatchRun) -> AsyncIterator[None]:
-        """Waits for one of the turns, and holds it. A cancelled batch does not wait: none of its items is answered."""
+        """Waits for a free turn and keeps it until the block ends. A cancelled batch does not wait, because none of its
+        items is answered.
+        """
         turn = asyncio.Event()
 
         async def take() -> None:

@@ -1,4 +1,5 @@
-"""Keeps files and the records of batches in one folder or bucket, as JSON objects beside the contents of the files.
+"""Stores files and batches in one folder or bucket: a JSON object for each file and batch, and the contents of the
+files.
 
 The methods raise CloudError, and NoSuchObject for an object that is missing.
 """
@@ -59,7 +60,7 @@ class StoreFull(RequestError):
 
 @contextmanager
 def translating_store_errors() -> Iterator[None]:
-    """Turns a store's error into a RequestError. The log gets the details; the client does not."""
+    """Turns a store's error into a RequestError. The details are logged and not sent to the client."""
     try:
         yield
     except StorageFull as error:
@@ -73,7 +74,8 @@ def translating_store_errors() -> Iterator[None]:
 class _Objects(Generic[T]):
     """The JSON objects of one kind.
 
-    ``loads`` raises RunRefused for a damaged object; ``shown`` makes OpenAI's object.
+    ``loads`` reads a stored object and raises RunRefused if it is damaged; ``shown`` converts the object to OpenAI's
+    format.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class _Objects(Generic[T]):
         self._retry = retry
 
     async def get(self, object_id: str) -> T:
-        """Returns the object with this id. Raises NoSuchObject, also for a text that is not an id."""
+        """Returns the object with this id. Raises NoSuchObject if there is none, or if the text is not an id."""
         if is_id(self._prefix, object_id):
             with suppress(ObjectMissing):
                 return self._loads(await self._retry.run(self._store.get, object_id + _SUFFIX))
@@ -102,7 +104,9 @@ class _Objects(Generic[T]):
     async def page(
         self, limit: int, after: str | None = None, order: str = "desc", purpose: str | None = None
     ) -> dict[str, Any]:
-        """Returns one page as OpenAI's list object. Damaged objects are left out, so that the others are listed."""
+        """Returns one page as OpenAI's list object. Damaged objects are left out, so that listing does not fail because
+        of them.
+        """
         ids = await self.ids()
         if order == "desc":
             ids.reverse()
@@ -139,9 +143,9 @@ def content_key(file_id: str) -> str:
 
 
 class FileStore(_Objects[dict[str, Any]]):
-    """Stores files: their objects, and their bytes in ``contents``.
+    """Stores files: a JSON object for each file, and the file's bytes in ``contents``.
 
-    The object of a file is written last; the file exists from then on.
+    The object of a file is written last; the file exists as soon as this object does.
     """
 
     def __init__(self, objects: Store, contents: Store, retry: Retry, ids: IdMaker) -> None:
@@ -150,7 +154,7 @@ class FileStore(_Objects[dict[str, Any]]):
         self._ids = ids
 
     def begin(self, file_id: str | None = None, purpose: str = PURPOSE) -> FileUpload:
-        """Begins a file that is written in pieces. Without ``file_id`` it gets a new id."""
+        """Begins a file that is written in pieces. Without ``file_id`` the file gets a new id."""
         return FileUpload(self, self._contents, file_id or self._ids.make(FILE), purpose)
 
     async def content(self, file: dict[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -225,7 +229,7 @@ class BatchStore(_Objects[BatchRecord]):
     async def change(self, batch_id: str, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
         """Applies ``change`` to the current record, stores the result and returns it.
 
-        If another process changes the record meanwhile, ``change`` is applied again, to the new version.
+        If another process changes the record meanwhile, ``change`` is applied again to the new version of the record.
         """
         key = batch_id + _SUFFIX
         async with self._changing:
@@ -244,7 +248,7 @@ class BatchStore(_Objects[BatchRecord]):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlaces:
-    """The places of files and batches below ``url``, a folder or bucket.
+    """The places where files and batches are stored below ``url``, which is a folder or bucket.
 
     ``runs/<batch>`` holds the parts of a batch that has not ended.
     """
@@ -278,7 +282,7 @@ class BatchPlaces:
     def open_run(self, batch_id: str) -> Store:
         """Opens the store of a batch's parts.
 
-        Raises StoreUnavailable, never RunRefused: the store was opened before, so a later attempt may succeed.
+        Raises StoreUnavailable instead of RunRefused: the store has been opened before, so a later attempt may succeed.
         """
         try:
             return Store.open(self.run(batch_id))
