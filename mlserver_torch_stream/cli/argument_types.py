@@ -32,7 +32,7 @@ def port_number(text: str) -> int:
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Reads ``HOST:PORT``, ``[HOST]:PORT``, or a port alone, whose host is 127.0.0.1."""
+    """Reads ``HOST:PORT``, ``[HOST]:PORT``, or only a port; the host is then 127.0.0.1."""
     host, _, port = text.rpartition(":")
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", port_number(port)
 
@@ -81,7 +81,7 @@ _SHORTEST_SECRET = 8  # characters; shorter keys, such as EMPTY, are placeholder
 
 
 def openai_key() -> str | None:
-    """Returns the key in the environment, or None.
+    """Returns the API key in the environment, or None.
 
     Raises ValueError for a key that a header cannot contain; an HTTP library's own error would quote the key.
     """
@@ -92,7 +92,7 @@ def openai_key() -> str | None:
 
 
 def key_in_file(path: str, option: str = "--api-key-file") -> str:
-    """Returns the first key of a file of keys, one a line, in which comments are skipped. Raises ValueError."""
+    """Returns the first key of a file that has one key per line; comments are skipped. Raises ValueError."""
     try:
         lines = map(str.strip, Path(path).read_text(encoding="ascii").splitlines())
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +104,7 @@ def key_in_file(path: str, option: str = "--api-key-file") -> str:
 
 
 def without_key(text: str, key: str | None = None) -> str:
-    """Returns the text without the key, which a server may repeat in an error; by default the environment's key.
+    """Removes the key (by default the one in the environment) from a text, because a server may repeat it in an error.
 
     A key that is too short to be a secret is left in the text.
     """
@@ -113,5 +113,5 @@ def without_key(text: str, key: str | None = None) -> str:
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Returns the header that carries the key; no header if there is no key."""
+    """Returns the header that carries the key; returns no header if there is no key."""
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -21,10 +21,10 @@ from mlserver_torch_stream.log_text import log_text
 
 
 class AnswerMeter:
-    """Measures one answer's tokens per second and its time to the first token. Times are in seconds on any clock.
+    """Measures the tokens per second and the time to the first token of one answer. Times are in seconds on any clock.
 
-    A delta without token ids counts as one token. If the server sends no count at the end, the sum is shown as an
-    estimate.
+    A delta without token ids counts as one token. If the server sends no token count at the end, the sum of these
+    tokens is shown as an estimate.
     """
 
     def __init__(self, now: float) -> None:
@@ -47,7 +47,7 @@ class AnswerMeter:
             self._tokens, self._estimated = delta.usage.completion_tokens, False
 
     def summary(self) -> str:
-        """Returns the measurements in one line; an empty string if there was no token."""
+        """Returns the measurements in one line, or an empty string if there was no token."""
         if not self._tokens:
             return ""
         parts = [f"{'~' if self._estimated else ''}{self._tokens} token{'' if self._tokens == 1 else 's'}"]
@@ -62,7 +62,7 @@ _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(cod
 
 
 class AnswerView:
-    """Shows an answer as it streams. Unless ``styled``, only the answer's text is shown, as the model wrote it."""
+    """Shows an answer as it streams. Unless ``styled``, shows only the text of the answer, as the model wrote it."""
 
     def __init__(self, sink: TextIO, *, styled: bool) -> None:
         self._sink = sink
@@ -82,7 +82,7 @@ class AnswerView:
             self._show_call(call)
 
     def end(self) -> None:
-        """Resets the terminal's style, also after an answer that was stopped."""
+        """Resets the terminal's style, even after an answer that was stopped."""
         if self._call is not None:
             self._sink.write(")")
         if self._dim:
@@ -97,7 +97,7 @@ class AnswerView:
         self._show(call.arguments, dim=True)
 
     def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
-        """Shows a text; with ``apart``, or after a change between reasoning and text, on a new line."""
+        """Shows a text. It begins on a new line with ``apart``, or after a change between reasoning and text."""
         if not text:
             return
         if not dim:
@@ -111,7 +111,7 @@ class AnswerView:
 
 
 def visible(text: str) -> str:
-    """Returns the text without control characters, which a terminal would obey."""
+    """Returns the text without control characters, because a terminal would execute them."""
     return text.translate(_CONTROL)
 
 
@@ -123,7 +123,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talks with a model in the terminal until the input ends, and returns the exit status."""
+    """Lets the user chat with a model in the terminal until the input ends, and returns the exit status."""
     arguments = _parser().parse_args(argv)
     if None in (sys.stdin, sys.stdout):  # Python sets closed streams to None
         _complain("standard input and output must be open")
@@ -181,7 +181,7 @@ class Chat:
         return 0
 
     def _answer(self, line: str, sink: TextIO, interactive: bool) -> bool:
-        """Runs a command, or asks the model. Returns False if that failed; the reason is printed."""
+        """Runs a command, or asks the model. If this fails, prints the reason and returns False."""
         command, _, rest = line.partition(" ")
         if command == "/clear":
             self.messages.clear()
@@ -195,7 +195,9 @@ class Chat:
         return True
 
     def turn(self, line: str, sink: TextIO, interactive: bool = False) -> bool:
-        """Streams the answer to one line and keeps its text, even if it is stopped. Returns False if it failed."""
+        """Streams the answer to one line and keeps the answer's text, even if the answer is stopped. Returns False if
+        it failed.
+        """
         said: list[str] = []
         meter = AnswerMeter(time.monotonic())
         error: client.ClientError | None = None
@@ -253,7 +255,7 @@ def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO)
 
 
 def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
-    """Asks the user until a name or a number in the list is typed. Raises ClientError at the end of input."""
+    """Asks until the user types a name or a number in the list. Raises ClientError at the end of input."""
     for number, name in enumerate(names, 1):
         print(f"{number}  {log_text(name)}", file=sink)
     while (line := _read_line(source, sink, True, "model> ")) is not None:
@@ -278,7 +280,7 @@ def _read_line(source: TextIO, sink: TextIO, interactive: bool, prompt: str = _P
 
 
 def _complain(error: object, key: str | None = None) -> None:
-    """Prints an error in one line, without the key."""
+    """Prints an error in one line, without the API key."""
     text = " ".join(without_key(str(error), key).split())[:_MAX_ERROR_CHARACTERS]
     print(f"error: {log_text(text)}", file=sys.stderr)
 

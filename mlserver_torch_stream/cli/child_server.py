@@ -1,6 +1,7 @@
-"""The server that ``--model`` and ``--handler`` start for a run: a child process, on loopback, with its own API key.
+"""The server that ``--model`` and ``--handler`` start for a run: a child process on loopback with an API key of its
+own.
 
-It ends when the command ends, even if the command is killed.
+The server ends when the command ends, even if the command is killed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ChildServer:
 async def child_server(
     implementation: str, uri: str, extra: Mapping[str, Any], metrics: RunMetrics
 ) -> AsyncIterator[ChildServer]:
-    """Starts a server with one model, which ends with the block.
+    """Starts a server with one model, and ends this server when the block ends.
 
     Raises LoadRefused if the model cannot be loaded, and LoadInterrupted if the task is cancelled during the load.
     """
@@ -87,7 +88,9 @@ async def child_server(
 
 
 def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports: list[int]) -> dict[str, str]:
-    """Returns the child's environment: this process's, without variables that would configure the child's MLServer."""
+    """Returns the child's environment: that of this process, without variables that would configure the child's
+    MLServer.
+    """
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     kept = [f"MLSERVER_TORCH_STREAM_{name}" for name in _ENGINE_VARIABLES]
@@ -139,9 +142,9 @@ async def _is_ready(url: str) -> bool:
 
 
 def is_own_listener(port: int) -> bool:
-    """Whether only this user's processes listen on an IPv4 port; True on systems without /proc.
+    """Returns whether only processes of this user listen on an IPv4 port; True on systems without /proc.
 
-    If another user's process had taken the port, it would get the key and the data.
+    If another user's process had taken the port, the key and the data would be sent to that process.
     """
     try:
         sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -167,7 +170,9 @@ def _reason(printed: bytes, status: int) -> str:
 
 
 async def _pass_on(process: asyncio.subprocess.Process, printed: bytearray) -> None:
-    """Prints the server's output, except the error of its load, which the command reports, and keeps the last bytes."""
+    """Prints the server's output and keeps the last bytes. Does not print why the load failed, because the command
+    reports this.
+    """
     assert process.stderr is not None
     while data := await process.stderr.read(_KEPT_BYTES):
         printed += data
@@ -188,7 +193,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kills the process and its descendants, even those in other sessions, such as a compiler."""
+    """Kills the process and its descendants, even descendants in other sessions, such as a compiler."""
     for pid in (process.pid, *_descendants(process.pid)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -217,7 +222,7 @@ def _peak_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Runs in the child: reads its key from stdin, and serves until it or the command is ended."""
+    """Runs in the child process: reads the API key from stdin, and serves until this process or the command ends."""
     from mlserver_torch_stream.cli.serve import start_mlserver
     from mlserver_torch_stream.engine.child_process import die_with
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder

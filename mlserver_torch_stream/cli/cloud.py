@@ -1,7 +1,7 @@
 """``mlserver-torch-stream cloud``: inference over the objects of a bucket, a folder or a list of URLs.
 
-Runs the subcommand and turns its end into an exit status. With ``--on ray`` it spreads a run over a Ray cluster: each
-of Ray's processes runs the same command with ``--worker I/N``, a lane of the output's parts.
+Runs the subcommand and turns its result into an exit status. With ``--on ray`` the run is spread over a Ray cluster:
+each of Ray's processes runs the same command with ``--worker I/N``, that is, one lane of the output's parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlserver_torch_stream.log_text import log_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``cloud run`` or ``cloud watch`` and returns the exit status, as the help of the command lists them."""
+    """Runs ``cloud run`` or ``cloud watch`` and returns one of the exit statuses that the command's help lists."""
     arguments = parser().parse_args(list(argv))
     try:
         check(arguments)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Runs the lanes on a Ray cluster, and returns the largest of their exit statuses."""
+    """Runs all lanes on a Ray cluster, and returns the largest exit status of the lanes."""
     try:
         import ray
     except ImportError:

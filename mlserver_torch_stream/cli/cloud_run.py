@@ -46,7 +46,7 @@ Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
 
 
 class Stopwatch:
-    """Measures the seconds since the model was loaded; the duration of the load is a separate metric."""
+    """Measures the seconds since the model was loaded; how long the load took is a separate metric."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -56,20 +56,21 @@ class Stopwatch:
         self._began = time.monotonic()
 
     def elapsed(self) -> float:
-        """Returns the seconds since the start; 0 before it."""
+        """Returns the seconds since the start, or 0 before the start."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``cloud run`` and returns its exit status.
 
-    Raises RunRefused if the run may not start, and LeftBehind if a signal ends the load of the model.
+    Raises RunRefused if the run may not start, and LoadInterrupted if a signal arrives while the model is loading.
     """
     return finish(arguments, _run, "" if arguments.output == STDOUT else _RESUME_HINT)
 
 
 def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
-    """Does the work of a command until its end or a signal, prints the summary and returns the exit status.
+    """Does the work of a command until it is finished or a signal arrives, prints the summary and returns the exit
+    status.
 
     ``hint`` is added to the message about a signal, and says how to continue.
     """
@@ -114,7 +115,9 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: St
 
 
 async def model_name(arguments: argparse.Namespace) -> str:
-    """Returns the handler, or ``--model``; its default is the embedded model, or the only model of ``--url``."""
+    """Returns the handler or ``--model``. The default of ``--model`` is the embedded model, or the only model of
+    ``--url``.
+    """
     if arguments.handler is not None:
         return str(arguments.handler)
     if arguments.url is None:
@@ -132,7 +135,7 @@ class OpenedModel(NamedTuple):
 
 @asynccontextmanager
 async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
-    """Opens the server at ``--url``, or starts one for the model or the handler, which ends with the block.
+    """Opens the server at ``--url``, or starts a server for the model or the handler and ends it when the block ends.
 
     Raises RunRefused, or LoadInterrupted if the task is cancelled during the load.
     """
@@ -216,7 +219,7 @@ async def _serve_handler(arguments: argparse.Namespace, name: str, metrics: RunM
 
 
 def _as_options(message: str) -> str:
-    """Replaces the names of MLServer's settings in a loader's message with the options that set them."""
+    """Replaces the names of MLServer's settings in a loader's message by the command's options that set them."""
     for setting, option in (
         ("parameters.uri", "--handler"),
         ("parameters.extra.", "--extra: "),
@@ -228,7 +231,7 @@ def _as_options(message: str) -> str:
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
-    """Raises RunRefused, which names the first object that the model cannot take."""
+    """Raises RunRefused, which names the first object that the model cannot process."""
     if settings.hands_objects(arguments):
         return
     row_request = settings.make_row_request(arguments)
@@ -252,7 +255,7 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
 
 
 def check_libraries(planned: RunPlan) -> None:
-    """Raises RunRefused if an object is zstd or Parquet and the library that reads it is missing."""
+    """Raises RunRefused if an object is zstd or Parquet and the library for this format is missing."""
     for each in planned.objects:
         if planned.run.kind_of(each.info.key) is Kind.PARQUET:
             try:
@@ -267,7 +270,7 @@ def check_libraries(planned: RunPlan) -> None:
 
 
 async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:
-    """Prints the results on stdout, in order, and returns the number of failed rows."""
+    """Prints the results to stdout in order, and returns the number of failed rows."""
     async with aclosing(results(planned, infer, metrics)) as found:
         async for result in found:
             try:
@@ -347,5 +350,5 @@ def _write_metrics(path: str, metrics: RunMetrics) -> None:
 
 
 def say(text: str) -> None:
-    """Prints a text on stderr in one line, without control characters."""
+    """Prints a text to stderr in one line, without control characters."""
     print(log_text(text), file=sys.stderr, flush=True)

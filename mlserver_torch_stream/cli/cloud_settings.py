@@ -48,12 +48,13 @@ def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
 
 
 def shown_name(arguments: argparse.Namespace) -> str | None:
-    """Returns the model's name in answers, if --served-model-name sets one; else None."""
+    """Returns the model's name in answers if --served-model-name sets one, otherwise None."""
     return arguments.served_model_name[0] if arguments.served_model_name else None
 
 
 def created() -> int | None:
-    """Returns the time for output rows if SOURCE_DATE_EPOCH sets one, so that runs are reproducible; else None.
+    """Returns the creation time of output rows if SOURCE_DATE_EPOCH sets one, which makes runs reproducible; otherwise
+    None.
 
     Raises RunRefused.
     """
@@ -103,7 +104,9 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Returns the options on which answers depend. A run with other values does not resume the output."""
+    """Returns the options on which answers depend. A run with other values of these options cannot resume the
+    output.
+    """
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
     of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
@@ -136,7 +139,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def api_key() -> str | None:
-    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain it."""
+    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain this key."""
     try:
         return openai_key()
     except ValueError as error:
@@ -164,7 +167,7 @@ def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
 def tables(arguments: argparse.Namespace) -> Tables:
     """Returns how tables and archives are read. Raises RunRefused.
 
-    A handler or a tensor gets an archive as it is, unless an option asks for its members.
+    A handler or a tensor gets a whole archive unchanged, unless an option asks for the archive's members.
     """
     data = hands_objects(arguments)
     return Tables(
@@ -198,7 +201,7 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
 
 
 def check_object_options(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if options for whole objects contradict each other, or an option for prompts."""
+    """Raises RunRefused if options for whole objects contradict each other or contradict an option for prompts."""
     if arguments.sequences:
         if arguments.handler is None:
             raise RunRefused("--sequences: is for a --handler")
@@ -259,7 +262,9 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 
 def _check_message(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if a chunk or a whole object, with its headers, may exceed one message to a worker."""
+    """Raises RunRefused if a chunk or a whole object, with its headers, may be too large for one message to a
+    worker.
+    """
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     most = MAX_BYTES - _MAX_HEADERS

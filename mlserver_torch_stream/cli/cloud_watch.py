@@ -1,4 +1,6 @@
-"""Runs ``cloud watch``: new objects come from a queue, from events over HTTP or from polling; rows come from Kafka."""
+"""Runs ``cloud watch``, which gets new objects from a queue, from events over HTTP or by polling, and rows
+from Kafka.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 def watch(arguments: argparse.Namespace) -> int:
     """Runs ``cloud watch`` and returns its exit status.
 
-    Raises RunRefused, or LeftBehind if a signal ends the load of the model.
+    Raises RunRefused, or LoadInterrupted if a signal arrives while the model is loading.
     """
     _check(arguments)
     return finish(arguments, _watch, "; objects and records without a result are delivered again")
@@ -198,7 +200,7 @@ def _open_queue(arguments: argparse.Namespace) -> Queue:
 
 @asynccontextmanager
 async def _turn(lease: WriterLease, every: float) -> AsyncIterator[WriterLease]:
-    """Waits until no other command holds the lease, because two commands that poll would both infer every object."""
+    """Waits until no other command has the lease, because two commands that poll would both infer every object."""
     async with AsyncExitStack() as stack:
         standing_by = False
         while True:

@@ -47,8 +47,8 @@ def import_mar(
 ) -> list[str]:
     """Writes the model's folder, and returns lines to show to the user.
 
-    ``properties`` is the path of TorchServe's config.properties, and ``bounds`` the limits of the unpacked size, by
-    their keys in ``parameters.extra``. Raises SettingsError or LoadFailed before anything is written, or OSError.
+    ``properties`` is the path of TorchServe's config.properties. ``bounds`` maps keys of ``parameters.extra`` to limits
+    of the unpacked size. Raises SettingsError or LoadFailed before anything is written, or OSError.
     """
     from mlserver_torch_stream.handlers.config.archive import model_name, model_settings, model_version, open_archive
     from mlserver_torch_stream.handlers.config.properties import METRICS_CONFIG, carried, read_properties_file
@@ -79,10 +79,10 @@ def import_mar(
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
-    """Writes the folder completely or not at all: a hidden folder beside it is renamed when it is complete.
+    """Writes the folder completely or not at all: a hidden folder beside it is filled first and then renamed.
 
-    ``copied`` maps file names in the folder to the files to copy. If the folder exists, ``force`` replaces its settings
-    and its archive and leaves other files alone; without ``force`` SettingsError is raised.
+    ``copied`` maps file names in the folder to the files to copy. If the folder exists, ``force`` replaces the settings
+    and the archive in it and keeps all other files; without ``force`` SettingsError is raised.
     """
     _check_folder(folder, force)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _property_notes(
 
 
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
-    """Yields a line for each part of an archive that has an effect in TorchServe and none here.
+    """Yields a line for each part of an archive that has an effect in TorchServe but not in this project.
 
     Raises SettingsError.
     """

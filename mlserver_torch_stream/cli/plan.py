@@ -1,6 +1,7 @@
-"""``mlserver-torch-stream plan MODEL --device NAME``: prints how many streams a device holds, and how fast they can be.
+"""``mlserver-torch-stream plan MODEL --device NAME``: prints how many streams fit a device, and how fast they can be.
 
-It reads the model's config, loads no weights and does not need the device. ``engine.planning`` does the arithmetic.
+The command reads the model's config; it loads no weights and does not need the device. ``engine.planning`` does the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HOST = "cpu"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints how many sequences fit the memory of the devices, and returns the exit status."""
+    """Prints how many sequences fit into the memory of the devices, and returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
         device = _device(arguments)

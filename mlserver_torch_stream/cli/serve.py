@@ -1,6 +1,6 @@
-"""``mlserver-torch-stream serve``: runs ``mlserver start`` on free ports, and prints a request to copy.
+"""``mlserver-torch-stream serve``: runs ``mlserver start`` on free ports, and prints a request for the user to copy.
 
-The command passes its choices to MLServer in MLServer's environment variables. It never prints a key.
+The command passes its choices to MLServer through MLServer's environment variables, and never prints an API key.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Announcement:
     def wait_and_print(self, out: TextIO, limit: float = READY_SECONDS) -> None:
         """Prints the requests once the server is ready.
 
-        Prints nothing if it is not ready within ``limit`` seconds, or if it demands certificates of its clients.
+        Prints nothing if the server is not ready within ``limit`` seconds, or if it demands client certificates.
         """
         end = time.monotonic() + limit
         while time.monotonic() < end and not self._asks_for_certificates:
@@ -67,7 +67,9 @@ class Announcement:
             return
 
     def _invitation(self, name: str, generates: bool) -> str:
-        """Returns the requests to copy. If the model does not generate tokens, it is a handler, and gets a file."""
+        """Returns the requests to copy. A model that does not generate tokens is a handler, so its request sends a
+        file.
+        """
         curl, chat = "curl -N", f"{_command()} chat --url {self.url} --model {shlex.quote(name)}"
         if self._certificate:
             curl += f" --cacert {shlex.quote(self._certificate)}"
@@ -94,14 +96,16 @@ class Announcement:
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
-    """Trusts only the server's own certificate, for any host, because the server is reached by its address."""
+    """Returns a TLS context that trusts only the server's own certificate, but for any host, because the server is
+    reached by its address.
+    """
     context = tls_context(Path(certificate).read_bytes())
     context.check_hostname = False
     return context
 
 
 def _command() -> str:
-    """Returns the command as the user can type it: with its path if its environment is not on PATH."""
+    """Returns the command as the user can type it: with its path if the command is not on PATH."""
     command = Path(sys.executable).with_name("mlserver-torch-stream")
     near = command.is_relative_to(Path.cwd())
     return str(command.relative_to(Path.cwd()) if near else command) if command.exists() else command.name
@@ -170,7 +174,9 @@ def start_mlserver(folder: str) -> None:
 
 
 def is_repository(folder: Path) -> bool:
-    """Whether the folder has MLServer's settings or settings of models, and is not itself the folder of one model."""
+    """Returns whether the folder has settings of MLServer or of models in it, and is not itself the folder of a single
+    model.
+    """
     if (folder / SETTINGS).is_file() or (folder / MODEL_SETTINGS).is_file():
         return True
     is_model = (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
@@ -185,7 +191,7 @@ def _check_settings(folder: Path) -> None:
 
 
 def _check_embedded(model: str | None) -> None:
-    """Raises LoadFailed, which says how to install it, if the embedded model is not installed."""
+    """Raises LoadFailed, which says how to install the embedded model, if it is not installed."""
     if model is not None and model.startswith(EMBEDDED_SCHEME):
         from mlserver_torch_stream.engine.loading.embedded import find_embedded
 
@@ -195,8 +201,8 @@ def _check_embedded(model: str | None) -> None:
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
     """Returns the port of each role, from the options or from the server's settings; None if neither sets it.
 
-    The file settings.json beats variables, and options become variables. So PortTaken is raised if an option
-    contradicts the file.
+    Options are passed to MLServer as variables, and settings.json has precedence over variables. Raises PortTaken if an
+    option contradicts this file.
     """
     in_file = _settings(folder)
     asked: dict[str, int | None] = {}
@@ -211,7 +217,8 @@ def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mappin
 
 
 def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the port of each role: the one in ``asked``, else the usual one if it is free, else a free one.
+    """Returns the port of each role: the port in ``asked`` if there is one, otherwise the usual port if it is free,
+    otherwise any free port.
 
     Raises PortTaken if a port in ``asked`` is taken.
     """
@@ -233,8 +240,8 @@ def prepare_repository(
 ) -> str:
     """Prepares a repository that serves ``model`` alone, and returns its path.
 
-    The repository in ``scratch`` holds only the server settings of ``folder``; MLServer reads the model's settings from
-    ``environ``.
+    The repository in ``scratch`` contains only the server settings of ``folder``; MLServer reads the model's settings
+    from ``environ``.
     """
     if (folder / SETTINGS).is_file():
         shutil.copy(folder / SETTINGS, scratch)
@@ -246,7 +253,7 @@ def prepare_repository(
 
 
 def _host(folder: Path) -> str:
-    """Returns the host on which MLServer will listen; settings.json beats the variable."""
+    """Returns the host on which MLServer will listen; settings.json has precedence over the variable."""
     return str(_settings(folder).get("host") or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
 
 

@@ -1,7 +1,7 @@
-"""``mlserver-torch-stream serve-torchserve``: serves TorchServe's model store as its configuration says.
+"""``mlserver-torch-stream serve-torchserve``: serves TorchServe's model store as TorchServe's configuration says.
 
-It writes one model-settings.json for each archive into a temporary folder, sets MLServer's environment variables, and
-runs ``mlserver start``. The archives stay where they are.
+The command writes one model-settings.json for each archive into a temporary folder, sets MLServer's environment
+variables, and runs ``mlserver start``. The archives are not moved.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 def config_file(arguments: argparse.Namespace) -> Path | None:
     """Returns the configuration file that the variable or the command line names, or the one in the working directory.
 
-    Returns None if there is none. Raises SettingsError if a named file does not exist.
+    Returns None if there is no such file. Raises SettingsError if a named file does not exist.
     """
     in_folder = Path(arguments.folder, _FILE) if arguments.folder else Path(_USUAL_FILE)
     given = os.environ.get(_FILE_VARIABLE) or arguments.ts_config

@@ -1,1 +1,3 @@
-"""Generates tokens with vLLM, which runs in a process with an interpreter of its own. Only ``worker.py`` imports it."""
+"""Generates tokens with vLLM, which runs in a process with an interpreter of its own. Only ``worker.py``
+imports vLLM.
+"""

@@ -1,6 +1,6 @@
-"""The LoRA adapters of one model in vLLM: their numbers, and loading and unloading them while the model serves.
+"""The LoRA adapters of one model in vLLM: assigns numbers to them, and loads and unloads them while the model serves.
 
-A worker that is started again loads the adapters that are loaded now.
+If the worker is restarted, the new worker loads the adapters that are loaded at that time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class _Shows(Protocol):
 
 
 class LoraAdapters:
-    """An ``AdapterSet``. ``numbers`` also has adapters that are being loaded, and adapters that are being unloaded,
-    because their streams go on."""
+    """An ``AdapterSet``. ``numbers`` also contains adapters that are being loaded, and adapters that are being
+    unloaded, because running streams still use these.
+    """
 
     def __init__(self, modules: Mapping[str, str], batcher: Callable[[], VllmBatcher]) -> None:
         """``batcher`` returns the current batcher."""
@@ -84,7 +85,9 @@ class LoraAdapters:
         await asyncio.shield(self._hold(self._unload(name)))
 
     async def _undo(self, name: str, answer: Future[None]) -> None:
-        """Ends a load whose caller is gone. The worker loads to the end, and the name is taken until then."""
+        """Undoes a load whose caller was cancelled. The worker first finishes the load; until then the name
+        is in use.
+        """
         try:
             await _answered(answer)
         except RequestError:  # it is not loaded

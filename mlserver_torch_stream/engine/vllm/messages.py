@@ -1,6 +1,6 @@
 """The messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
 
-Both sides import this module, and it imports the standard library alone. Each side sends its protocol version in its
+Both sides import this module, which imports only the standard library. Each side sends its protocol version in its
 first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.
 
 The server sends ``start``, ``add``, ``abort``, ``load_adapter`` and ``unload_adapter``. The worker sends ``hello``,
@@ -29,8 +29,8 @@ _IDS = "I"
 class Addition:
     """One sequence that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
 
-    ``grammar`` is in Lark's language, ``bad_words`` are lists of ids, ``adapter`` is the number of a loaded adapter,
-    ``salt`` is the salt of the prefix cache.
+    ``grammar`` is in Lark's language, ``bad_words`` are lists of token ids, ``adapter`` is the number of a loaded
+    adapter, and ``salt`` is the salt for the prefix cache.
     """
 
     number: int
@@ -95,7 +95,7 @@ class Output:
     """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the sequence's last tokens.
 
     ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
-    client if the reason is ``error``; ``field`` is the parameter that is wrong, if one is.
+    client if the reason is ``error``; ``field`` is the wrong parameter, if the error is about one.
     """
 
     number: int
@@ -128,7 +128,7 @@ COUNTS = STATS[3:]
 
 
 def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> bytes:
-    """Returns the frame of an ``outputs`` message. ``stats`` are vLLM's counters, if they are sent along."""
+    """Returns the frame of an ``outputs`` message. ``stats`` are vLLM's counters, or None if none are sent."""
     rows = [
         [each.number, each.token_ids, each.reason, each.cached, each.logprobs, each.error, each.field]
         for each in outputs
@@ -137,7 +137,9 @@ def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> byte
 
 
 def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats | None]:
-    """Returns the outputs and the counters of an ``outputs`` message. Raises BrokenFrame if it is malformed."""
+    """Returns the outputs and the counters of an ``outputs`` message. Raises BrokenFrame if the message is
+    malformed.
+    """
     try:
         outputs = [_output(*row) for row in header["of"]]
         stats = header["stats"]
@@ -198,7 +200,7 @@ _READY = ("vocab_size", "max_model_len", "max_num_seqs", "kv_cache_tokens", "kv_
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: the name that requests give, its number for vLLM, and a folder or hub id."""
+    """A LoRA adapter: the name that requests use, the adapter's number in vLLM, and its folder or hub id."""
 
     name: str
     number: int

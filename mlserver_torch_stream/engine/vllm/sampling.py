@@ -1,4 +1,4 @@
-"""Writes a sequence's sampling parameters and its constraint as vLLM takes them, and refuses what vLLM lacks."""
+"""Converts a sequence's sampling parameters and constraint to vLLM's format, and refuses those that vLLM lacks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def check_sampling(sampling: SamplingParameters) -> None:
 
 
 class SamplingWriter:
-    """Writes parameters for one model, whose generation config has ``rules``."""
+    """Converts parameters for one model, whose generation config has these ``rules``."""
 
     def __init__(self, codec: TextCodec, rules: GenerationRules) -> None:
         self._codec = codec
         self._banned = [*([token_id] for token_id in rules.suppressed), *map(list, rules.bad_words_ids)]
 
     def check(self, request: EngineRequest) -> None:
-        """Raises InvalidInput for a request that vLLM cannot run as asked."""
+        """Raises InvalidInput for a request whose sampling parameters vLLM does not support."""
         check_sampling(request.sampling)
 
     def params(self, request: RequestState, number: int) -> dict[str, Any]:
-        """Returns fields of vLLM's ``SamplingParams`` for the request's sequence of this number, from 0 on."""
+        """Returns fields of vLLM's ``SamplingParams`` for the request's sequence with this number, counted from 0."""
         given = request.params
         ends = set(request.end_ids)
         if request.input.constraint is not None:  # after a constraint vLLM allows only the tokenizer's end token
@@ -64,8 +64,8 @@ class SamplingWriter:
 
 
 def as_lark(grammars: str) -> str:
-    """Returns llguidance's JSON as one grammar in Lark's language. The answer after the reasoning is a nested
-    grammar.
+    """Converts llguidance's JSON to one grammar in Lark's language. The answer after the reasoning is a
+    nested grammar.
     """
     first, *rest = json.loads(grammars)["grammars"]
     if rest:

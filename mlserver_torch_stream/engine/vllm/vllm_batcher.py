@@ -1,4 +1,5 @@
-"""Runs the sequences of an engine in vLLM's worker: a fair queue before it, text and stop strings after it.
+"""Runs the sequences of an engine in vLLM's worker, with a fair queue before the worker, and text and stop strings
+after it.
 
 vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
 sequence to run; further sequences wait in the fair queue.
@@ -50,7 +51,7 @@ class _Unload:
 
 
 class VllmBatcher(Batcher):
-    """Gives its sequences to a worker. Until a worker is ready, it accepts no requests."""
+    """Passes its sequences to a worker. Requests are accepted only when a worker is ready."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class VllmBatcher(Batcher):
         ready: Ready,
         adapters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``start`` starts a worker, which may block, and need not wait until it is ready.
+        """``start`` starts a worker. This call may block, but need not wait until the worker is ready.
 
         ``ready`` is the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
         """
@@ -86,7 +87,7 @@ class VllmBatcher(Batcher):
         self._leaving: list[_Unload] = []  # adapters that streams may still use
 
     def begin(self) -> None:
-        """Starts a worker. Blocks until it is ready, at most an hour. Raises LoadFailed."""
+        """Starts a worker. Blocks until the worker is ready, for at most an hour. Raises LoadFailed."""
         if self._closing.is_set():  # the engine was closed while this thread waited
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
@@ -103,7 +104,7 @@ class VllmBatcher(Batcher):
         process.listen(self._wake)
 
     def begin_in_thread(self) -> None:
-        """Starts a worker, and wakes the engine's thread when it is ready or has failed."""
+        """Starts a worker, and wakes the engine's thread when the worker is ready or has failed."""
         threading.Thread(target=self._begin, name="vllm-start", daemon=True).start()
 
     def _begin(self) -> None:
@@ -138,7 +139,7 @@ class VllmBatcher(Batcher):
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
 
     def unload_adapter(self, name: str, number: int) -> Future[None]:
-        """Unloads an adapter when no request uses it any more. Later requests must not name it."""
+        """Unloads an adapter as soon as no request uses it any more. Later requests must not name this adapter."""
         unload = _Unload(name, number, Future())
         unload.done.set_running_or_notify_cancel()  # the waiting caller may leave; the adapter is still unloaded
         self._unloads.put(unload)
@@ -159,7 +160,8 @@ class VllmBatcher(Batcher):
     def evict(self, requests: Sequence[RequestState]) -> None:
         """Removes the requests.
 
-        The next step ends their sequences in the worker, like all sequences that have ended here.
+        The next step ends their sequences in the worker, just as it does for every sequence that has ended on this
+        side.
         """
         for request in requests:
             if request in self._waiting:
@@ -189,7 +191,7 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds in which vLLM had sequences: it also works between the steps."""
+        """Returns for how many seconds vLLM had sequences, because vLLM also works between the steps."""
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 
@@ -203,7 +205,9 @@ class VllmBatcher(Batcher):
             unload.done.set_result(None)
 
     def _unload(self, worker: VllmProcess) -> None:
-        """A request that was submitted before an unload was added before this step: the inbox keeps the order."""
+        """Sends unloads that no request blocks any more. Requests submitted before an unload are already known here,
+        because the inbox keeps the order.
+        """
         while not self._unloads.empty():
             self._leaving.append(self._unloads.get())
         if not self._leaving:
@@ -215,7 +219,7 @@ class VllmBatcher(Batcher):
             answer.add_done_callback(partial(_pass_on, unload.done))
 
     def _take(self, output: Output) -> SequenceState | None:
-        """Gives a sequence its new tokens. Returns None if the sequence has already ended on this side."""
+        """Adds its new tokens to a sequence. Returns None if the sequence has already ended on this side."""
         sequence = self._running.get(output.number)
         if sequence is None:
             return None
@@ -236,7 +240,7 @@ class VllmBatcher(Batcher):
         return sequence
 
     def _abort(self, numbers: Sequence[int]) -> None:
-        """Ends sequences in the worker that have ended on this side."""
+        """Ends those sequences in the worker that have ended on this side."""
         for number in numbers:
             self._forget(number)
         if numbers and self._worker is not None:
@@ -313,7 +317,8 @@ class VllmBatcher(Batcher):
     def _gauge(self) -> None:
         """Takes a new snapshot.
 
-        The worker's numbers are from its newest step, without sequences that came or went since.
+        The worker's numbers describe its newest step, so sequences that have come or gone since then are not
+        considered.
         """
         inside, stats = len(self._running), self._worker_stats
         running = min(stats.running, inside)

