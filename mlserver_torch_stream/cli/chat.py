@@ -97,7 +97,7 @@ class AnswerView:
         self._show(call.arguments, dim=True)
 
     def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
-        """Shows a text. It begins on a new line with ``apart``, or after a change between reasoning and text."""
+        """Shows a text, on a new line if ``apart`` is true or if the answer changes between reasoning and text."""
         if not text:
             return
         if not dim:

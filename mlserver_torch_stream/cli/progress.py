@@ -26,7 +26,7 @@ class Total:
 def share(metrics: RunMetrics, total: Total) -> float | None:
     """Returns the share of the input that is done, from 0 to 1; None if this share is unknown.
 
-    It is the share of the rows if the number of rows is known, otherwise the share of the bytes.
+    The share counts rows if the number of rows is known, otherwise bytes.
     """
     done, whole = (metrics.rows, total.rows) if total.rows is not None else (metrics.input_bytes, total.nbytes)
     if whole is None:

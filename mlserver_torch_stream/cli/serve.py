@@ -238,7 +238,7 @@ def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
 def prepare_repository(
     model: str, name: str | None, folder: Path, scratch: Path, environ: MutableMapping[str, str]
 ) -> str:
-    """Prepares a repository that serves ``model`` alone, and returns its path.
+    """Prepares a repository that serves only ``model``, and returns the repository's path.
 
     The repository in ``scratch`` contains only the server settings of ``folder``; MLServer reads the model's settings
     from ``environ``.

@@ -1,4 +1,5 @@
-"""Divides tar and zip archives into members, as bytes arrive and in pieces of limited size. Also reads zstd streams.
+"""Divides tar and zip archives into members while their bytes arrive, in pieces of limited size. Also reads zstd
+streams.
 
 Nothing is unpacked to disk. Each member yields an event with its name, then its bytes, then an event at its end.
 """
@@ -268,7 +269,7 @@ class _Tail(io.RawIOBase):
 def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:
     """Returns the members of a zip archive of ``size`` bytes, in the order of their positions.
 
-    Raises Damaged, or DirectoryLonger if ``tail`` does not hold the whole directory.
+    Raises Damaged, or DirectoryLonger if ``tail`` does not contain the whole directory.
     """
     try:
         with zipfile.ZipFile(_Tail(tail, size)) as archive:

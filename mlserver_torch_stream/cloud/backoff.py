@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retries a call, up to ``tries`` attempts in all. The n-th pause takes ``first * 2**n`` seconds, but at most
+    """Retries a call, up to ``tries`` attempts in all. The n-th pause lasts ``first * 2**n`` seconds, but at most
     ``longest`` seconds.
 
     Jitter shortens each pause by up to half.
@@ -128,7 +128,7 @@ class Concurrency:
 class Gate:
     """Lets tasks through in the order of their arrival, only as many at a time as ``concurrency`` allows.
 
-    A task that must run alone waits until all others have left, and later tasks wait until it has left.
+    A task that must run alone waits until all other tasks have left, and later tasks wait until this task has left.
     """
 
     def __init__(self, concurrency: Concurrency) -> None:

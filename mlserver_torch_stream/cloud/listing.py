@@ -86,7 +86,7 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 
 
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
-    """Returns the objects without those that stand for folders.
+    """Returns the objects, except those that only represent folders.
 
     Web consoles create an empty object ``name/`` for a folder. The library lists this object as ``name``, and an actual
     object ``name`` is listed too.

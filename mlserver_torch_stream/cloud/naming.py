@@ -1,4 +1,5 @@
-"""Tells the kind of an object by its key, matches globs, and makes the names of parts and the digest of a run.
+"""Determines the kind of an object from its key, matches globs, and computes the names of parts and the digest of a
+run.
 
 This module deals with keys and configurations only, not with stores.
 """

@@ -121,7 +121,7 @@ class RowBatcher(Generic[T]):
         return full
 
     def due(self, now: float) -> Sequence[T]:
-        """Returns the open batch if its first item has waited ``max_wait`` seconds, else an empty batch."""
+        """Returns the open batch if its first item has waited ``max_wait`` seconds, otherwise an empty batch."""
         return self.flush() if self.deadline is not None and now >= self.deadline else []
 
     def flush(self) -> Sequence[T]:

@@ -146,7 +146,7 @@ class CloudRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The objects of a run, and the parts that its output holds. ``known`` means that the output belongs to this run
+    """The objects of a run, and the parts that its output contains. ``known`` means that the output belongs to this run
     already.
     """
 

@@ -41,7 +41,7 @@ class BusyTime:
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, began: float, ended: float) -> None:
-        """Adds a busy span. This is fast if spans are added nearly in the order of their ends."""
+        """Adds a busy span. Adding is fast if the spans arrive nearly in the order of their ends."""
         first = last = bisect_left(self.spans, began, key=lambda span: span[1])
         while last < len(self.spans) and self.spans[last][0] <= ended:
             last += 1

@@ -1,7 +1,7 @@
 """Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
-Here each object is one row of the pipeline, and its chunks are read while the object is inferred. If the state of a
-sequence is lost, only the object of this sequence starts again, with a new sequence id.
+Each object is one row of the pipeline, and the chunks of an object are read while the object is inferred. If the state
+of a sequence is lost, only the object of this sequence starts again, with a new sequence id.
 """
 
 from __future__ import annotations

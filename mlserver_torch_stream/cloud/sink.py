@@ -24,8 +24,8 @@ _AT_ONCE = 16  # parts that are read at a time
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The parts that an output holds. ``complete`` means that one part is shorter than the others and therefore is the
-    last part of the input.
+    """The parts that an output contains. ``complete`` means that one part is shorter than the others and therefore is
+    the last part of the input.
 
     ``sparse`` means that parts exist after a missing one, because several workers write them. ``rows`` is the number of
     rows in all parts. ``stale`` contains the failed rows of those parts whose object of failed rows is missing or out

@@ -54,8 +54,8 @@ class Tables:
     columns. ``quote`` is the quote character, or empty for tables without quoted fields. ``data`` means that rows are
     bytes for a handler or a tensor; otherwise they are prompts.
 
-    With ``archives``, archives are read member by member, and the glob ``members`` chooses among the members. Otherwise
-    an archive is read as a single object.
+    If ``archives`` is true, archives are read member by member, and the glob ``members`` chooses among the members; if
+    not, each archive is read as a single object.
     """
 
     columns: tuple[Column, ...] = ()

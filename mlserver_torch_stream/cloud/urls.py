@@ -45,8 +45,8 @@ _CONNECT_S = 10.0
 def read_url_list(data: bytes) -> dict[str, str]:
     """Returns the URL of each key. A line is a URL, ``{"key": URL}``, or ``{"key": NAME, "url": URL}``.
 
-    Without NAME the URL is the key; an HTTP URL loses its query and fragment for this. Raises RunRefused, which names
-    the line.
+    Without NAME the key is the URL, in the case of HTTP without query and fragment. Raises RunRefused, which names the
+    line.
     """
     return manifest_entries(data, _entry)
 
@@ -94,8 +94,8 @@ def _web_url(text: str) -> URL:
 
 
 def redirected(url: URL, location: str) -> URL:
-    """Returns the target of a redirect from ``url``. It may be HTTPS on any host, or HTTP on the same host and port if
-    ``url`` is HTTP too.
+    """Returns the target of a redirect from ``url``. The target may be HTTPS on any host, or HTTP on the same host and
+    port if ``url`` is HTTP too.
 
     A server can therefore not redirect a run to services without certificates in the run's network, such as a cloud's
     metadata service. Raises RunRefused, whose message contains no path and no query.

@@ -1,10 +1,10 @@
 """Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
 The name of a result is derived from the object's key, its version and the configuration, so an object that is announced
-twice is inferred once. The result of an archive is a folder with such a name, which holds the output of a run over this
-archive only. If the process is killed and the archive is announced again, the run resumes after the parts that exist.
-Polling needs keys in ascending order, such as times or counters: it finds neither a new key that sorts before its
-cursor nor a new version of a key that it has found. A queue reports both.
+twice is inferred once. The result of an archive is a folder that is named in the same way and contains the output of a
+run over this archive only. If the process is killed and the archive is announced again, the run resumes after the parts
+that exist. Polling needs keys in ascending order, such as times or counters: it finds neither a new key that sorts
+before its cursor nor a new version of a key that it has found. A queue reports both.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Watcher:
         return f"result-{digest(identity)[:40]}.jsonl"
 
     def archive_run(self, info: ObjectInfo) -> CloudRun:
-        """Returns the run over the members of an archive. Its output is the archive's result."""
+        """Returns the run over the members of an archive. The output of this run is the archive's result."""
         run = CloudRun(
             f"{self.store.url}/{info.key}",
             self.model,

@@ -32,7 +32,7 @@ class IdMaker:
 
 
 def output_file_id(batch_id: str, kind: str) -> str:
-    """Returns the id of a file that a batch writes. It is the same each time the file is written."""
+    """Returns the id of a file that a batch writes; the id is the same each time the file is written."""
     made = batch_id.removeprefix(BATCH)[:_TIME_DIGITS]
     rest = hashlib.sha256(f"{batch_id}/{kind}".encode()).hexdigest()[: ID_DIGITS - _TIME_DIGITS]
     return f"{FILE}{made}{rest}"

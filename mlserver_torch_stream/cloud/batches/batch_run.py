@@ -186,7 +186,7 @@ class BatchRun:
         return Source(contents, [Listed(info)], Kind.JSONL, retry=self._places.retry, ahead=_AHEAD)
 
     async def _infer(self, record: BatchRecord) -> None:
-        """Answers the items that no part holds, until the batch is stopped."""
+        """Answers the items that are not yet in a part, until the batch is stopped."""
         self._places.open_run(self.id)
         try:
             planned = await plan(self._cloud_run(record))

@@ -250,7 +250,7 @@ class BatchStore(_Objects[BatchRecord]):
 class BatchPlaces:
     """The places where files and batches are stored below ``url``, which is a folder or bucket.
 
-    ``runs/<batch>`` holds the parts of a batch that has not ended.
+    ``runs/<batch>`` contains the parts of a batch that has not ended.
     """
 
     url: str

@@ -4,8 +4,8 @@ Both sides import this module, which imports only the standard library. Each sid
 first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.
 
 The server sends ``start``, ``add``, ``abort``, ``load_adapter`` and ``unload_adapter``. The worker sends ``hello``,
-then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. It sends
-``died`` if it ends because vLLM has died.
+then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. If the worker
+ends because vLLM has died, it sends ``died``.
 """
 
 from __future__ import annotations

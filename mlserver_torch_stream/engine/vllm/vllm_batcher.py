@@ -1,7 +1,7 @@
 """Runs the sequences of an engine in vLLM's worker, with a fair queue before the worker, and text and stop strings
 after it.
 
-vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
+vLLM forms the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
 sequence to run; further sequences wait in the fair queue.
 """
 

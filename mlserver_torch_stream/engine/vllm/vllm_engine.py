@@ -1,4 +1,4 @@
-"""Loads a model into vLLM: makes the engine arguments and the worker, and prepares the server's part, which is the
+"""Loads a model into vLLM: makes the engine arguments, starts the worker, and prepares what the server does itself: the
 text.
 """
 

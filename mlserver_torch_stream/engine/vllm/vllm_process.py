@@ -109,7 +109,7 @@ def bound_cores(cores: Sequence[int], ranks: int) -> str:
 
 
 def _preloaded(python: str) -> str:
-    """Returns libraries that make vLLM fast on CPUs when preloaded. They are found in vLLM's environment and in the
+    """Returns the libraries that make vLLM fast on CPUs when preloaded, as found in vLLM's environment and in the
     system.
     """
     own = Path(python).parent.parent / "lib"

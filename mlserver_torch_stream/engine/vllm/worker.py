@@ -1,7 +1,7 @@
 """Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens once per wake-up.
 
-This module runs in vLLM's own interpreter. It imports the standard library, vLLM and a few modules of this package that
-import nothing else. The worker handles only token ids; the server handles text, stop strings and queues.
+This module runs in vLLM's own interpreter, so it imports only the standard library, vLLM and a few modules of this
+package that import nothing else. The worker handles only token ids; the server handles text, stop strings and queues.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _python() -> tuple[int, int]:
 
 
 def _version() -> str:
-    """Returns the version of vLLM without importing it, which takes half a minute; empty if it is not installed."""
+    """Returns the version of vLLM, or an empty string if vLLM is not installed. Does not import vLLM, because the
+    import takes half a minute.
+    """
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -113,7 +115,7 @@ def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.
 
 
 def _start(order: StartOrder, steps: Steps) -> Any:
-    """Returns an ``AsyncLLM``. Raises StartRefused, or what vLLM raises."""
+    """Returns an ``AsyncLLM``. Raises StartRefused, or any exception that vLLM raises."""
     version, python = _version(), _python()
     if not version:
         raise StartRefused(f"vllm is not installed for {sys.executable}")
@@ -354,7 +356,7 @@ class Worker:
         self._connection.sendall(encode_frame({"t": "answered", "call": header["call"], "error": error}))
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter. Raises what vLLM raises for a folder that is not an adapter of the model."""
+        """Loads an adapter. Raises the exception that vLLM raises if the folder is not an adapter of the model."""
         from vllm.lora.request import LoRARequest
 
         if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
