@@ -35,7 +35,7 @@ _OUR_TYPES = {"counter": "counter", "histogram": "summary"}  # all other kinds a
 class ExportedNames:
     """The names of exported samples, each with the metric that used it first.
 
-    In Prometheus a name has one type, so a second metric with the same name and another type is not exported.
+    In Prometheus a name has only one type, so a second metric with the same name but another type is not exported.
     """
 
     def __init__(self) -> None:
