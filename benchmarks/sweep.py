@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 import uvloop
 
 from benchmarks.answers import WrongCount
-from benchmarks.beside_batch import BatchTooShort
-from benchmarks.cases import Case, Scale, warm_up
+from benchmarks.cases import BatchTooShort, Case, Scale, warm_up
+from benchmarks.endpoints import BadAnswer
 from benchmarks.figures import Figures
-from benchmarks.http_endpoint import BadAnswer
 from benchmarks.process import available_mib, family, rss_mib
 from benchmarks.prompts import Prompts
 from benchmarks.results import NO_FIT, START, Recorder

@@ -1,6 +1,6 @@
-"""Server-sent events over a raw socket: a hand-made request, and nothing parsed before the run is over.
+"""The ways into a running server: server-sent events over a raw socket, in two spellings, and gRPC.
 
-Knows no server's spelling: that is given as a ``Spelling``.
+Requests are made by hand. Nothing is parsed before the run is over: messages stay raw bytes, over grpc.aio too.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from benchmarks.answers import Answer, Ask
-from benchmarks.recording import Recording
+import grpc.aio
+
+from benchmarks.answers import Answer, Ask, Recording
 
 HOST = "127.0.0.1"
+_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _LAST_CHUNK = b"0\r\n\r\n"
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
@@ -38,6 +40,63 @@ class Spelling(Protocol):
 
 class BadAnswer(Exception):
     """An answer that is no stream, or one that broke off."""
+
+
+def _sampling(ask: Ask) -> Mapping[str, Any]:
+    drawn = {"temperature": ask.temperature, "seed": 1} if ask.temperature else {"temperature": 0}
+    return {**drawn, "structured_outputs": {"json": ask.schema}} if ask.schema else drawn
+
+
+@dataclass(frozen=True)
+class V2Spelling:
+    """MLServer's V2 ``generate_stream``: ours, and runtimes that a reader might write by hand."""
+
+    model: str
+
+    @property
+    def path(self) -> str:
+        return f"/v2/models/{self.model}/generate_stream"
+
+    def body(self, ask: Ask) -> Mapping[str, Any]:
+        tensor = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [ask.prompt]}
+        fixed = {"max_tokens": ask.new_tokens, "ignore_eos": True, **_sampling(ask)}
+        return {"inputs": [tensor], "parameters": fixed}
+
+    def text(self, event: Mapping[str, Any]) -> str:
+        return "".join(str(output["data"][0]) for output in event["outputs"] if output["name"] == "text_output")
+
+    def usage(self, event: Mapping[str, Any]) -> tuple[int, int] | None:
+        counts = {output["name"]: output["data"][0] for output in event["outputs"]}
+        if "num_output_tokens" not in counts:
+            return None
+        return int(counts["num_input_tokens"]), int(counts["num_output_tokens"])
+
+
+@dataclass(frozen=True)
+class OpenAISpelling:
+    """``/v1/completions``, with what a server needs besides to ignore the end of text and to cache nothing."""
+
+    model: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    path: str = "/v1/completions"
+
+    def body(self, ask: Ask) -> Mapping[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.new_tokens,
+            **_sampling(ask),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.extra,
+        }
+
+    def text(self, event: Mapping[str, Any]) -> str:
+        return "".join(choice.get("text") or "" for choice in event.get("choices") or ())
+
+    def usage(self, event: Mapping[str, Any]) -> tuple[int, int] | None:
+        usage = event.get("usage")
+        return (int(usage["prompt_tokens"]), int(usage["completion_tokens"])) if usage else None
 
 
 @dataclass(frozen=True)
@@ -169,3 +228,62 @@ class _Clock:
             self._index += 1
             self._end += len(self._chunks[self._index][1])
         return self._chunks[self._index][0]
+
+
+class GrpcEndpoint:
+    """One channel for all streams, as a client would have it."""
+
+    def __init__(self, port: int, model: str, http_port: int = 0) -> None:
+        self.port = http_port
+        self._target = f"{HOST}:{port}"
+        self._model = model
+        self._channel: Any = None
+
+    def request(self, ask: Ask) -> bytes:
+        from mlserver.grpc.dataplane_pb2 import ModelInferRequest
+
+        message = ModelInferRequest(model_name=self._model)
+        message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
+            ask.prompt.encode()
+        )
+        message.parameters["max_tokens"].int64_param = ask.new_tokens
+        message.parameters["temperature"].string_param = str(ask.temperature)  # V2 has no fractional parameters
+        message.parameters["seed"].int64_param = 1
+        if ask.schema:
+            message.parameters["structured_outputs"].string_param = json.dumps({"json": ask.schema})
+        message.parameters["ignore_eos"].bool_param = True
+        return bytes(message.SerializeToString())
+
+    async def send(self, request: bytes, recording: Recording) -> None:
+        call = self._open().stream_stream(_METHOD)
+        recording.started = time.perf_counter()
+        try:
+            async for message in call(iter([request])):
+                recording.add(time.perf_counter(), message)
+        finally:
+            recording.end(time.perf_counter())
+
+    def read(self, recording: Recording) -> Answer:
+        from mlserver.grpc.dataplane_pb2 import ModelInferResponse
+
+        arrivals, counts = [], {}
+        for at, raw in recording.chunks:
+            for output in ModelInferResponse.FromString(raw).outputs:
+                if output.name == "text_output" and output.contents.bytes_contents[0]:
+                    arrivals.append(at)
+                elif output.name in ("num_input_tokens", "num_output_tokens"):
+                    counts[output.name] = int(output.contents.uint_contents[0])
+        if len(counts) != 2:
+            raise BadAnswer("a gRPC stream ended without the server's token counts")
+        prompt_tokens, new_tokens = counts["num_input_tokens"], counts["num_output_tokens"]
+        return Answer(recording.started, recording.ended, tuple(arrivals), prompt_tokens, new_tokens)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    def _open(self) -> Any:
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._target)
+        return self._channel
