@@ -15,7 +15,7 @@ from typing import Any
 
 from mlserver.registry import MultiModelRegistry
 
-from mlserver_torch_stream.engine.api import AdapterSet, TokenStream
+from mlserver_torch_stream.engine.api import AdapterSet, Mailbox
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, as_request_error
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
@@ -56,7 +56,7 @@ class TokenReply:
         self._start = start
         self._posted = posted
         self._starting: asyncio.Future[None] | None = None
-        self._stream: TokenStream | None = None
+        self._stream: Mailbox | None = None
         self._closed = False
         self._begun = False
         self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event was not read yet
@@ -115,7 +115,7 @@ class TokenReply:
     def end(self) -> bytes | None:
         return self._encoder.end()
 
-    async def _started(self) -> TokenStream:
+    async def _started(self) -> Mailbox:
         self._starting = asyncio.ensure_future(self._start(self._opened))
         try:
             await self._starting
@@ -139,7 +139,7 @@ class TokenReply:
         if self._unfinished:
             raise GenerationFailed("the token stream ended early")
 
-    def _opened(self, stream: TokenStream) -> None:
+    def _opened(self, stream: Mailbox) -> None:
         self._stream = stream
         if self._closed:
             stream.close()
