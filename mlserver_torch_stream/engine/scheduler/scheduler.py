@@ -16,6 +16,7 @@ from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, Cache
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import Order, PageLedger, ScheduledSequence, StepPart
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue, PromptBudget, SchedulerLimits, fits_alone
+from mlserver_torch_stream.engine.scheduler.restarts import Restarts
 from mlserver_torch_stream.types import TokenLogprob
 
 Busy = Collection[SequenceState]
@@ -155,8 +156,8 @@ class StepDraft:
 class Scheduler:
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
-    ``ledger`` says what the sequences hold. ``admitted`` sequences are ordered by priority, then by admission, then by
-    their index in the request.
+    ``ledger`` says what the sequences hold, and ``restarts`` decides which are computed again. ``admitted`` sequences are
+    ordered by priority, then by admission, then by their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
     tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Tokens verify the
@@ -177,6 +178,7 @@ class Scheduler:
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
         self.limits = limits
         self.ledger = PageLedger(limits, spec, finds=finds)
+        self.restarts = Restarts(self.ledger)
         self.waiting = FairQueue()
         self.admitted: list[ScheduledSequence] = []
         self._admissions = count()
@@ -208,8 +210,10 @@ class Scheduler:
         With ``forget`` their pages cannot be found afterwards: they may hold NaN. Returns the sequences that are
         computed again because they share pages that were not written: their part is void.
         """
-        leaving, void = self.ledger.remove(sequences, forget=forget)
+        leaving = self.ledger.pop(sequences)
+        void = self.restarts.void(leaving)
         for scheduled in leaving:
+            self.ledger.clear(scheduled, forget=forget)
             if scheduled.admitted:
                 self.admitted.remove(scheduled)
             elif scheduled.request in self.waiting:
