@@ -57,17 +57,9 @@ def measure(
     described = machine.describe()
     if (busy := machine.warning(described)) is not None:
         say(f"warning: {busy}")
-    head = {
-        "run": described["date"],
-        "name": name,
-        "commit": commit(),
-        "machine": described,
-        "model": options.uri,
-        "sweeps": plan.sweeps,
-        "scale": asdict(plan.scale),
-        **more,
-        "servers": {each: contender.versions() for each, contender in contenders.items()},
-    }
+    head = {"run": described["date"], "name": name, "commit": commit(), "machine": described, "model": options.uri,
+            "sweeps": plan.sweeps, "scale": asdict(plan.scale), **more,
+            "servers": {each: contender.versions() for each, contender in contenders.items()}}  # fmt: skip
     with tempfile.TemporaryDirectory() as nowhere:
         path = options.output or (
             Path(nowhere) / "quick.jsonl" if options.quick else FOLDER / f"{machine.chip()}.jsonl"

@@ -28,10 +28,10 @@ from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import machine
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import SHAPES, Shape, llama_config
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading import loader
@@ -254,18 +254,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
 def save_model(folder: Path, shape: Shape, vocabulary: int, device: str) -> None:
     """Makes random weights on the device, in bfloat16, and writes them with a tokenizer of as many tokens."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.1,  # far from ties
-        dtype=torch.bfloat16,
-    )
+    config = llama_config(shape, vocabulary, initializer_range=0.1)  # far from ties
     with torch.device(device):
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -156,8 +156,8 @@ class StepDraft:
 class Scheduler:
     """Admits requests in the queue's order while there are places and pages, and plans each step.
 
-    ``ledger`` says what the sequences hold, and ``restarts`` decides which are computed again. ``admitted`` sequences are
-    ordered by priority, then by admission, then by their index in the request.
+    ``ledger`` says what the sequences hold, and ``restarts`` decides which are computed again. ``admitted`` sequences
+    are ordered by priority, then by admission, then by their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
     tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Tokens verify the
