@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import grpc.aio
+import httptools
 
 from benchmarks.answers import Answer, Ask, Recording
 
@@ -168,66 +169,42 @@ class _Stream(asyncio.Protocol):
             self._done.set_result(None)
 
 
+class _Response:
+    """The callbacks of httptools: the pieces of a body since they were taken last, and whether it is whole."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.chunked = self.whole = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.chunked |= name.lower() == b"transfer-encoding" and b"chunked" in value.lower()
+
+    def on_body(self, body: bytes) -> None:
+        self.pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+
 def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
     """The data of each event, and when its last byte came. Raises BadAnswer for any status but 200."""
-    raw = b"".join(chunk for _, chunk in chunks)
-    head, separator, _ = raw.partition(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200") or not separator:
-        raise BadAnswer(f"the server answered {raw[:500]!r}")
-    begin = len(head) + len(separator)
-    chunked = b"transfer-encoding: chunked" in head.lower()
-    body = _dechunked(raw, begin) if chunked else _as_received(chunks, begin)
-    clock = _Clock(chunks)
-    rest = b""
-    for offset, piece in body:
-        *whole, rest = _EVENT_END.split(rest + piece)
-        for event in whole:
+    response, rest = _Response(), b""
+    parser = httptools.HttpResponseParser(response)
+    for at, chunk in chunks:
+        try:
+            parser.feed_data(chunk)
+        except httptools.HttpParserError as error:
+            raise BadAnswer(f"the server answered {chunk[:500]!r}") from error
+        *whole, rest = _EVENT_END.split(rest + b"".join(response.pieces))
+        response.pieces.clear()
+        for event in whole if parser.get_status_code() == 200 else ():
             lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
             if lines:
-                yield clock.at(offset + len(piece)), b"\n".join(lines).decode()
-    if rest.strip():
-        raise BadAnswer(f"a stream broke off inside an event: {rest[:200]!r}")
-
-
-def _dechunked(raw: bytes, begin: int) -> list[tuple[int, bytes]]:
-    """The pieces of a body in chunked transfer encoding, each with where it begins."""
-    pieces: list[tuple[int, bytes]] = []
-    while begin < len(raw):
-        line_end = raw.find(b"\r\n", begin)
-        if line_end < 0:
-            raise BadAnswer("a stream broke off inside a chunk")
-        size = int(raw[begin:line_end].partition(b";")[0], 16)
-        if size == 0:
-            return pieces
-        pieces.append((line_end + 2, raw[line_end + 2 : line_end + 2 + size]))
-        begin = line_end + 2 + size + 2
-    raise BadAnswer("a stream broke off before its last chunk")
-
-
-def _as_received(chunks: Sequence[tuple[float, bytes]], begin: int) -> list[tuple[int, bytes]]:
-    """The pieces of a body that ends with its connection, each with where it begins."""
-    pieces, offset = [], 0
-    for _, chunk in chunks:
-        if offset + len(chunk) > begin:
-            start = max(offset, begin)
-            pieces.append((start, chunk[start - offset :]))
-        offset += len(chunk)
-    return pieces
-
-
-class _Clock:
-    """When the byte before an offset came; offsets are asked for in ascending order."""
-
-    def __init__(self, chunks: Sequence[tuple[float, bytes]]) -> None:
-        self._chunks = chunks
-        self._index = 0
-        self._end = len(chunks[0][1]) if chunks else 0
-
-    def at(self, offset: int) -> float:
-        while self._end < offset:
-            self._index += 1
-            self._end += len(self._chunks[self._index][1])
-        return self._chunks[self._index][0]
+                yield at, b"\n".join(lines).decode()
+    if not chunks or parser.get_status_code() != 200:
+        raise BadAnswer(f"the server answered {b''.join(chunk for _, chunk in chunks)[:500]!r}")
+    if rest.strip() or (response.chunked and not response.whole):
+        raise BadAnswer(f"a stream broke off before its end: {rest[:200]!r}")
 
 
 class GrpcEndpoint:
