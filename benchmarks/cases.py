@@ -1,20 +1,4 @@
-"""The cases by name: what is asked in each, and how a run of it becomes figures.
-
-c16          16 prompts of 128 tokens at once, 128 new tokens each; several waves where one is over in a second
-p2000        one prompt of 2,000 tokens on an idle server
-p2000-again  the same, when another prompt with the same beginning was answered just before
-c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
-c2+32p16     one running stream, then 32 prompts of 16 tokens at once
-c2+16p128-2000  one running stream, then 16 prompts of 128 to 2,000 tokens at once: what ``step_target`` bounds
-mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
-loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
-copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
-prose        one stream after another that goes on with a page of a book: what prompt lookup is not for
-prose-drawn  the same, with a temperature of 0.8
-c16-list     16 answers at once that are kept to a JSON list, at the temperature 0.8; c16-free the same without a form
-turns16      16 short streams at once, the same in turn, and the latency of liveness beside 16 streams
-batch24      24 requests in turn, alone and while a batch of /v1/batches runs: the time to their first tokens
-"""
+"""The cases by name, as README.md lists them: what is asked in each, and how a run of it becomes figures."""
 
 from __future__ import annotations
 
