@@ -88,7 +88,8 @@ async def _cell(session: aiohttp.ClientSession, url: str, asked: Sequence[Mappin
     got, wanted = sum(len(ids) for ids, _, _ in answers), sum(body["max_new_tokens"] for body in asked)
     if got != wanted:
         raise RuntimeError(f"{got} tokens instead of {wanted}")
-    first, whole = (percentile([answer[place] for answer in answers], 0.5) for place in (1, 2))
+    _, firsts, wholes = zip(*answers, strict=True)
+    first, whole = percentile(firsts, 0.5), percentile(wholes, 0.5)
     return {"tokens_per_s": got / seconds, "first_ms": first * 1000, "whole_ms": whole * 1000}, answers[0][0]
 
 

@@ -136,7 +136,7 @@ class DelayingStore:
         return f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{entries}</ListBucketResult>"
 
 
-def idle_share(calls: Sequence[Sequence[float]]) -> float:
+def idle_share(calls: Sequence[list[float]]) -> float:
     """The part of the time between the first begin and the last end in which no call ran, from 0 to 1."""
     calls = sorted(calls)
     idle, end = 0.0, calls[0][0]
