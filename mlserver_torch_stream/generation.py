@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.api import (
     CompiledConstraint,
     Engine,
     EngineRequest,
-    TokenStream,
+    Mailbox,
 )
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, TimedOut
@@ -96,7 +96,7 @@ _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-Opened = Callable[[TokenStream], None]
+Opened = Callable[[Mailbox], None]
 """Is called with a stream as soon as there is one, so that its owner can close it at any time."""
 
 
@@ -259,7 +259,7 @@ class Generator:
             observer.prompted([prompt], len(ids))
             stream.seal(ids)
 
-    async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
+    async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: Mailbox) -> Prompt:
         """Returns the prompt of all pieces. A piece that makes it too long is refused."""
         parts: list[Prompt] = []
         lengths = _TextLength(self.codec)
@@ -320,7 +320,7 @@ def _engine_request(
     )
 
 
-def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
+def _observed(stream: Mailbox, observer: RequestObserver) -> Mailbox:
     """Returns the stream of an accepted request. The observer sees each event when the reader takes it."""
     stream.observe(observer)
     observer.accepted()

@@ -19,7 +19,7 @@ from mlserver_torch_stream.server.grpc import messages
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
 from mlserver_torch_stream.server.lifecycle import default_version, registry_lock, shutdown
 from mlserver_torch_stream.server.request import is_ours
-from mlserver_torch_stream.server.rest import endpoints, health, rest_metrics
+from mlserver_torch_stream.server.rest import endpoints, health
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
@@ -32,7 +32,7 @@ def install(state: ServerState) -> None:
     shutdown.install(state.lifecycle)
     request.install()
     health.install(state.lifecycle)
-    rest_metrics.install()
+    endpoints.count_requests()
     messages.install()
     registry_lock.install(state.registry_lock)
     default_version.install()

@@ -202,7 +202,6 @@ class ServedModel(ABC):
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
         """Returns the responses to message ``index`` of a gRPC stream, which ``error`` made unreadable."""
 
-    @abstractmethod
     def open_prediction(
         self,
         fields: Sequence[BodyField],
@@ -215,8 +214,9 @@ class ServedModel(ABC):
         """Makes the reply to a request of TorchServe's own paths or of its gRPC service. Raises RequestError.
 
         ``parameters`` are V2's parameters that name the request's sequence. With ``whole_sequence`` a worker gets each
-        request of the sequence once, beginning with the first.
+        request of the sequence once, beginning with the first. A model without a handler refuses.
         """
+        raise no_handler(self.name)
 
     def describe_workers(self) -> dict[str, Any]:
         """Describes the model's workers as TorchServe's management API does. Raises NotServing."""

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
 
 from mlserver.registry import MultiModelRegistry
 
-from mlserver_torch_stream.engine.api import AdapterSet, TokenStream
+from mlserver_torch_stream.engine.api import AdapterSet, Mailbox
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, as_request_error
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
@@ -25,8 +23,7 @@ from mlserver_torch_stream.protocol.v2_request import decode_piece
 from mlserver_torch_stream.server.host import default_models, find_model
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ignored_parameters
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
-from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.server.request import MessageRequest, RestRequest, ServedModel
 from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
 
 Start = Callable[[Opened], Awaitable[None]]
@@ -56,7 +53,7 @@ class TokenReply:
         self._start = start
         self._posted = posted
         self._starting: asyncio.Future[None] | None = None
-        self._stream: TokenStream | None = None
+        self._stream: Mailbox | None = None
         self._closed = False
         self._begun = False
         self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event was not read yet
@@ -115,7 +112,7 @@ class TokenReply:
     def end(self) -> bytes | None:
         return self._encoder.end()
 
-    async def _started(self) -> TokenStream:
+    async def _started(self) -> Mailbox:
         self._starting = asyncio.ensure_future(self._start(self._opened))
         try:
             await self._starting
@@ -139,7 +136,7 @@ class TokenReply:
         if self._unfinished:
             raise GenerationFailed("the token stream ended early")
 
-    def _opened(self, stream: TokenStream) -> None:
+    def _opened(self, stream: Mailbox) -> None:
         self._stream = stream
         if self._closed:
             stream.close()
@@ -235,17 +232,6 @@ class TokenModel(ServedModel):
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
         placeholder = GenerationRequest(request_id, (TextPrompt(""),))
         return V2.stream(placeholder, self._context(index)).fail(error)
-
-    def open_prediction(
-        self,
-        fields: Sequence[BodyField],
-        headers: Mapping[str, str],
-        request_id: str,
-        endpoint: EndpointKind,
-        parameters: Mapping[str, Any] = MappingProxyType({}),
-        whole_sequence: bool = False,
-    ) -> PieceReply:
-        raise no_handler(self.name)
 
     def _context(self, index: int | None) -> ReplyContext:
         return ReplyContext(self.name, self.version, int(time.time()), index)

@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import load
-from benchmarks.answers import Ask, WrongCount, check_all
+from benchmarks.answers import Ask, Recording, WrongCount, check_all
 from benchmarks.cases import QUICK, Case, UnknownCase, make_cases
+from benchmarks.endpoints import BadAnswer, HttpEndpoint, OpenAISpelling, events
 from benchmarks.figures import Figures
-from benchmarks.http_endpoint import BadAnswer, HttpEndpoint, events
 from benchmarks.prompts import Prompts
-from benchmarks.recording import Recording
 from benchmarks.servers import Live, Ours
-from benchmarks.spellings import OpenAISpelling
 from benchmarks.sweep import started
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.tokenizer import ByteDetokenizer, TextCodec, WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TextPrompt

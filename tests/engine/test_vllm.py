@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
@@ -90,7 +90,7 @@ async def asked(built: BuiltEngine, constraint: Constraint | None = None, **para
     return [event async for event in streams[0]]
 
 
-async def last_events(stream: TokenStream) -> list[TokenEvent]:
+async def last_events(stream: Mailbox) -> list[TokenEvent]:
     return [event async for event in stream if event.finish_reason is not None]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed
 from mlserver_torch_stream.generation import Generator
@@ -172,7 +172,7 @@ def _processes(built: BuiltEngine) -> set[int]:
     return {subreaper, *descendants(subreaper)}
 
 
-async def _last_events(stream: TokenStream) -> list[TokenEvent]:
+async def _last_events(stream: Mailbox) -> list[TokenEvent]:
     return [event async for event in stream if event.finish_reason is not None]
 
 

@@ -12,8 +12,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from starlette_exporter import PrometheusMiddleware
 
-from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
-from mlserver_torch_stream.server.rest.rest_metrics import _counting
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute, _counting
 
 _ORIGINAL = getattr(PrometheusMiddleware.__call__, "__wrapped__", PrometheusMiddleware.__call__)
 
