@@ -119,7 +119,7 @@ def test_tokens_text_usage_and_cached_tokens_come_from_the_worker(start: Start) 
     assert built.engine.info.max_model_len == CONTEXT
 
 
-def test_each_answer_of_n_is_a_sequence_of_the_worker_with_a_seed_of_its_own(start: Start, tmp_path: Path) -> None:
+def test_each_answer_of_n_is_a_sequence_of_the_worker(start: Start, tmp_path: Path) -> None:
     record = tmp_path / "record"
     events = generated(
         start(record=str(record)), greedy(4, n=3, temperature=1.0, seed=7, logprobs=True, top_logprobs=2)
@@ -129,8 +129,8 @@ def test_each_answer_of_n_is_a_sequence_of_the_worker_with_a_seed_of_its_own(sta
     first = events[0].logprobs[0]
     assert (first.logprob, [value for _, value in first.top]) == (-0.5, [-0.5, -1.5])
     assert events[0].cumulative_logprob == -2.0
-    requests = json.loads(record.read_text().splitlines()[0])["requests"]
-    assert [each["params"]["seed"] for each in requests] == [7, 8, 9]
+    (message,) = record.read_text().splitlines()
+    assert (json.loads(message)["n"], json.loads(message)["params"]["seed"]) == (3, 7)
 
 
 def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
         seed=2**63 - 1,
     )
     generated(built, params)
-    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    request = json.loads(record.read_text().splitlines()[0])
     assert request["params"] == {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -185,7 +185,7 @@ def test_no_sampling_parameter_is_forgotten(start: Start, tmp_path: Path) -> Non
     changes |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}}
     changes |= {"stop_token_ids": (5,), "seed": 3}
     generated(start(record=str(record)), SamplingParameters(**changes, cache_salt="ours"))
-    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    request = json.loads(record.read_text().splitlines()[0])
     assert changes.keys() <= request["params"].keys() and request["salt"] == "ours"
     assert {each.name for each in fields(SamplingParameters)} == changes.keys() | {"cache_salt"} | _HERE | _OTHERWISE
 
@@ -217,7 +217,7 @@ def test_a_constraint_is_one_grammar_in_larks_language(
 
     record = tmp_path / "record"
     run(asked(start(record=str(record)), Constraint(kind, source, "f"), max_tokens=2))
-    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    request = json.loads(record.read_text().splitlines()[0])
     grammar = any_to_lark(request["grammar"])  # as vLLM reads it
     assert grammar == request["grammar"]
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)) == ""
@@ -273,13 +273,13 @@ def test_the_queue_stands_before_the_worker_and_is_bounded(start: Start, tmp_pat
         for stream in streams:
             await anext(stream)
         streams.append(built.engine.submit([EngineRequest(PROMPT, greedy(400))]))
-        await until(lambda: record.read_text().count('"prompt"') == 5, "the fifth in the worker")
+        await until(lambda: record.read_text().count('"add"') == 5, "the fifth in the worker")
         streams += [built.engine.submit([EngineRequest(PROMPT, greedy(400))]) for _ in range(3)]
         await until(lambda: built.engine.stats().waiting_requests >= 3, "the queue")
         with pytest.raises(QueueFull):
             for _ in range(2):
                 streams.append(built.engine.submit([EngineRequest(PROMPT, greedy(1))]))
-        assert record.read_text().count('"prompt"') == 5
+        assert record.read_text().count('"add"') == 5
         assert built.engine.stats().running_sequences == 4
         for stream in streams:
             stream.close()
@@ -415,6 +415,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
     "wrong",
     [
         {"garbage": "ffffffff00000000"},  # a header of 4 GiB
+        {"garbage": "0000000204000001"},  # a body of more than 64 MiB
         {"garbage": "00000004000000007b7d7d7d"},  # not JSON
         {"garbage": "00000008000000007b2274223a20317d"},  # a message of kind 1
         {"garbage": "0000001a000000007b2274223a22616e737765726564222c2263616c6c223a7b7d7d"},  # an answer to a call {}
@@ -422,14 +423,35 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
         {"row": [1, [5], "for fun", None, None, None, None]},
         {"row": [1, [5], None, None, [], None, None]},
         {"row": [1, [5], None]},
+        {"stats": {"kv_usage": float("nan")}},
     ],
     ids=str,
 )
-def test_a_worker_that_says_nonsense_is_ended(wrong: dict[str, Any], start: Start) -> None:
+def test_a_worker_that_says_nonsense_is_ended_with_one_line(
+    wrong: dict[str, Any], start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     built = start(**wrong)
     event = generated(built, greedy(5))[0]
     assert event.finish_reason is FinishReason.ERROR
     assert "something that is not a message" in str(event.error)
+    (line,) = [each for each in caplog.records if "not a message" in each.getMessage()]
+    assert line.exc_info is None
+
+
+def test_a_message_of_the_worker_that_is_cut_off_ends_it(start: Start) -> None:
+    built = start(garbage="00000010000000007b", leaves=True)
+    event = generated(built, greedy(5))[0]
+    assert event.finish_reason is FinishReason.ERROR
+    assert str(event.error) == "the engine died: vLLM's worker ended with status 3"
+
+
+def test_a_request_of_many_answers_and_a_long_constraint_is_one_message_of_bounded_size(start: Start) -> None:
+    """The worker ends at a message of more than 64 MiB: one client would end the answers of all others."""
+    built = start(max_num_seqs=600)
+    schema = json.dumps({"enum": [f"{number:0120}" for number in range(1000)]})  # in 600 messages more than 64 MiB
+    events = run(asked(built, Constraint(ConstraintKind.JSON_SCHEMA, schema, "f"), max_tokens=1, n=600))
+    assert {event.index for event in events} == set(range(600))
+    assert all(event.error is None for event in events)
 
 
 def test_a_row_of_a_sequence_that_is_not_there_is_left_alone(start: Start) -> None:
@@ -567,7 +589,7 @@ def test_adapters_are_loaded_with_the_model_while_it_serves_and_with_the_next_wo
 
     run(change())
     messages = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [each["requests"][0]["adapter"] for each in messages if each["t"] == "add"] == [None, 1, 2, 2]
+    assert [each["adapter"] for each in messages if each["t"] == "add"] == [None, 1, 2, 2]
     assert [each["id"] for each in messages if each["t"] == "unload_adapter"] == [1]
     assert built.engine.info.adapters == {"second"}
 

@@ -13,7 +13,6 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import GenerationRules, SamplingParameters
 
 _MAX_TEMPERATURE = 2.0
-_SEEDS = 2**63
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -36,8 +35,8 @@ class SamplingWriter:
         """Raises InvalidInput for a request that vLLM cannot run as asked."""
         check_sampling(request.sampling)
 
-    def params(self, request: RequestState, number: int) -> dict[str, Any]:
-        """Returns fields of vLLM's ``SamplingParams`` for the request's sequence of this number, from 0 on."""
+    def params(self, request: RequestState) -> dict[str, Any]:
+        """Returns fields of vLLM's ``SamplingParams``, with the seed of the request's first sequence."""
         given = request.params
         ends = set(request.end_ids)
         if request.input.constraint is not None:  # after a constraint vLLM allows only the tokenizer's end token
@@ -50,7 +49,7 @@ class SamplingWriter:
             "stop_token_ids": sorted(ends),
         }
         if given.seed is not None:
-            params["seed"] = (given.seed + number) % _SEEDS
+            params["seed"] = given.seed
         if given.logprobs:
             params["logprobs"] = given.top_logprobs
         if given.logit_bias:
