@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ from mlserver_torch_stream.types import (
 )
 from mlserver_torch_stream.work_threads import Cancellation, in_thread
 from tests.engine.tiny import collect, run, until
-from tests.engine.wire_worker import CONTEXT, answer, interpreter
+from tests.engine.wire_worker import CONTEXT, VOCAB, answer, interpreter
 
 PROMPT = (40, 41, 42)
 
@@ -53,14 +54,19 @@ Start = Callable[..., BuiltEngine]
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Builds an engine over the second worker; its arguments are keys of ``vllm``, and ``extra`` has other settings."""
+    """Builds an engine over the second worker; its arguments are keys of ``vllm``, and ``extra`` has other settings.
+
+    ``folder`` is another model than the tiny one.
+    """
     monkeypatch.setattr(vllm_engine, "_DELAYS_S", (0.01,))
     python = interpreter(tmp_path)
     started: list[BuiltEngine] = []
 
-    def build(extra: dict[str, Any] | None = None, on_death: Any = None, **vllm: Any) -> BuiltEngine:
+    def build(
+        extra: dict[str, Any] | None = None, on_death: Any = None, folder: Path = tiny_model, **vllm: Any
+    ) -> BuiltEngine:
         settings = {"vllm": {"marks": str(tmp_path), **vllm}, "vllm_python": str(python), **(extra or {})}
-        built = build_engine(parse_settings(str(tiny_model), settings), "", on_death, ProcessResources())
+        built = build_engine(parse_settings(str(folder), settings), "", on_death, ProcessResources())
         started.append(built)
         return built
 
@@ -171,6 +177,18 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
     assert [tuple(word) for word in request["bad_words"]] == list(built.codec.bad_words_ids(("cat",)))
     assert request["priority"] == 100
     assert request["grammar"] is None
+
+
+def test_ids_outside_the_vocabulary_do_not_reach_the_worker(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    """vLLM refuses such an id among the ends, and its engine core dies of one in a bad word."""
+    folder, record = tmp_path / "model", tmp_path / "record"
+    shutil.copytree(tiny_model, folder)
+    rules = {"eos_token_id": [1, VOCAB], "suppress_tokens": [3, VOCAB], "bad_words_ids": [[5, 6], [5, VOCAB], [-1]]}
+    (folder / "generation_config.json").write_text(json.dumps(rules))
+    generated(start(folder=folder, record=str(record)), SamplingParameters(max_tokens=2))
+    request = json.loads(record.read_text().splitlines()[0])
+    assert request["params"]["stop_token_ids"] == [1]
+    assert request["bad_words"] == [[3], [5, 6]]
 
 
 # The text of an answer, and where it ends, are made here; the ends by ids become ``stop_token_ids``.

@@ -25,10 +25,15 @@ def check_sampling(sampling: SamplingParameters) -> None:
 
 
 class SamplingWriter:
-    """Writes parameters for one model, whose generation config has ``rules``."""
+    """Writes parameters for one model, whose generation config has ``rules``.
 
-    def __init__(self, codec: TextCodec, rules: GenerationRules) -> None:
+    It leaves out ids outside the model's vocabulary, which a generation config or a tokenizer can have: such a token is
+    never generated, but vLLM would refuse the request, or its engine core would die.
+    """
+
+    def __init__(self, codec: TextCodec, rules: GenerationRules, vocab_size: int) -> None:
         self._codec = codec
+        self._vocab = range(vocab_size)
         self._banned = [*([token_id] for token_id in rules.suppressed), *map(list, rules.bad_words_ids)]
 
     def check(self, request: EngineRequest) -> None:
@@ -46,7 +51,7 @@ class SamplingWriter:
             "max_tokens": request.max_tokens,
             "min_tokens": min(given.min_tokens, request.max_tokens),
             "ignore_eos": True,  # the end tokens are among these
-            "stop_token_ids": sorted(ends),
+            "stop_token_ids": sorted(token_id for token_id in ends if token_id in self._vocab),
         }
         if given.seed is not None:
             params["seed"] = given.seed
@@ -59,7 +64,7 @@ class SamplingWriter:
     def bad_words(self, request: RequestState) -> Sequence[Sequence[int]]:
         """Returns the token ids of the request's bad words, and of those in the generation config."""
         words = self._codec.bad_words_ids(request.params.bad_words) if request.params.bad_words else ()
-        return [*self._banned, *words]
+        return [word for word in (*self._banned, *words) if all(token_id in self._vocab for token_id in word)]
 
 
 def as_lark(grammars: str) -> str:
