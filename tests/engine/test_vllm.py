@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -502,6 +504,19 @@ def test_the_worker_sees_no_setting_of_the_server_and_tells_nobody_of_itself(
     assert seen["VLLM_HOST_IP"] == "127.0.0.1"
     assert seen["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
     assert not Path(seen["TMPDIR"]).exists() or Path(seen["TMPDIR"]) in Path(seen["VLLM_RPC_BASE_PATH"], "x").parents
+
+
+def test_the_sockets_of_vllm_have_short_paths_in_a_long_temporary_directory(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = tmp_path / "environment"
+    for name, inside in (("t", True), ("t" * 80, False)):
+        place = Path(tempfile.mkdtemp(prefix=name, dir="/tmp"))
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        start(environment=str(environment))
+        sockets = Path(json.loads(environment.read_text())["VLLM_RPC_BASE_PATH"])
+        assert (place in sockets.parents) is inside
+        assert len(f"{sockets}/{uuid4()}") <= 107
 
 
 _SERVER = """
