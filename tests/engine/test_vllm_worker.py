@@ -97,13 +97,14 @@ def test_a_wrong_first_message_ends_the_worker_before_vllm_starts(data: bytes, w
         (_raw(b"[1]"), "the header is not a JSON object"),
         (encode_frame({"t": "adds"}), "an unknown message 'adds'"),
         (encode_frame({"t": "abort"}), "a malformed 'abort' message: KeyError: 'ids'"),
+        (encode_frame({"t": "load_adapter"}), "a malformed 'load_adapter' message: KeyError: 'call'"),
         (encode_frame({"t": "add"}), "a malformed 'add' message: KeyError: 'number'"),
         (encode_frame({**_ADD, "salt": None}, b"123"), "a malformed 'add' message: ValueError: "),
         (encode_frame({**_ADD, "salt": None, "n": "1"}), "a malformed 'add' message: TypeError"),
     ],
     ids=[
         *("a header too large", "a body too large", "no JSON", "too deep", "a list", "an unknown kind"),
-        *("an abort of nothing", "an empty request", "part of an id", "a text for a number"),
+        *("an abort of nothing", "a call without a number", "an empty request", "part of an id", "a text for a number"),
     ],
 )
 def test_a_wrong_message_ends_a_worker_that_serves(data: bytes, why: str, tmp_path: Path) -> None:

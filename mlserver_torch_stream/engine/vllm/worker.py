@@ -294,9 +294,9 @@ class Worker:
                 if (task := self._running.pop(number, None)) is not None:
                     task.cancel()
         elif kind in ("load_adapter", "unload_adapter"):
-            call = asyncio.create_task(self._answer(header))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            answering = asyncio.create_task(self._answer(header, header["call"]))
+            self._calls.add(answering)
+            answering.add_done_callback(self._calls.discard)
         else:
             raise BrokenFrame(f"an unknown message {str(kind)[:50]!r}")
 
@@ -346,7 +346,7 @@ class Worker:
     def _by_priority(self) -> bool:
         return str(self._llm.vllm_config.scheduler_config.policy) == "priority"
 
-    async def _answer(self, header: Mapping[str, Any]) -> None:
+    async def _answer(self, header: Mapping[str, Any], call: Any) -> None:
         error = None
         try:
             if header["t"] == "load_adapter":
@@ -356,7 +356,7 @@ class Worker:
                 await self._llm.remove_lora(header["id"])
         except Exception as failure:
             error = " ".join(str(failure).split())[:500] or type(failure).__name__
-        self._connection.sendall(encode_frame({"t": "answered", "call": header["call"], "error": error}))
+        self._connection.sendall(encode_frame({"t": "answered", "call": call, "error": error}))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter. Raises what vLLM raises for a folder that is not an adapter of the model."""
