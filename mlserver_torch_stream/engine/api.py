@@ -120,8 +120,8 @@ class Mailbox:
     """The stream of the events of one submit, in order within each sequence; it ends after the last of all sequences.
 
     The engine never waits for a reader. A slow reader gets fewer and larger events, each of at most ``MAX_PER_EVENT``
-    characters, and its mailbox cannot grow beyond the length of its sequences. All methods run on the loop's thread; the engine's
-    thread reads only ``closed_at``.
+    characters, and its mailbox cannot grow beyond the length of its sequences. All methods run on the loop's
+    thread; the engine's thread reads only ``closed_at``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats, Mailbox, call_on
-from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
+from mlserver_torch_stream.engine.failures import VllmLost, drop_tracebacks, in_short
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import Admission, QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher, BatcherReplacement, DeadBatcher
@@ -334,7 +334,8 @@ class EngineCore:
         except BaseException as error:
             if self._dead is not None:
                 return None
-            logger.exception("the engine's thread failed; every stream ends with an error")
+            trace = None if isinstance(error, VllmLost) else error  # a lost process has no line of ours to blame
+            logger.error("the engine failed, and every stream ends with an error: %s", error, exc_info=trace)
             drop_tracebacks(error)
             return error
 
