@@ -289,6 +289,7 @@ def test_what_is_far_too_large_is_refused_before_it_is_looked_at(info: ModelInfo
     ("reads", "reasons", "effort", "arguments"),
     [
         ({"reasoning_effort", "enable_thinking"}, True, "low", {"reasoning_effort": "low"}),
+        ({"reasoning_effort"}, True, "max", {"reasoning_effort": "max"}),
         ({"enable_thinking"}, True, "low", {"enable_thinking": True}),
         ({"enable_thinking"}, True, "none", {"enable_thinking": False}),
         (set(), False, "none", {}),
