@@ -76,6 +76,9 @@ class MessageMetadata(Body):
     cache_control: Any = None
     id: Any = None
     reasoning_details: Any = None
+    thinking_blocks: Any = None  # LiteLLM, beside reasoning_content
+    reasoning_items: Any = None  # LiteLLM, beside reasoning_content
+    parsed: Any = None  # the openai SDK's chat.completions.parse, beside content
 
 
 class ChatMessage(MessageMetadata):
@@ -168,7 +171,7 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     arguments = parsed_arguments(field, f"the arguments of {place} ", function["arguments"])
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def parsed_arguments(field: str, subject: str, text: str) -> dict[str, Any]:

@@ -251,6 +251,8 @@ class InputCallOutput(_Item):
     call_id: Text
     output: _Parts
     caller: Annotated[JsonObject | None, Ignored()] = None
+    name: Annotated[Text | None, Ignored()] = None  # the call has both
+    namespace: Annotated[Text | None, Ignored()] = None
 
 
 class InputReasoning(_Item):
@@ -414,7 +416,7 @@ class ModelResponseRequest(_Talk):
     conversation: Annotated[Any, Refused()] = None
     prompt: Annotated[Any, Refused()] = None
     max_tool_calls: Annotated[Any, Refused()] = None
-    context_management: Annotated[Any, Refused()] = None
+    context_management: Annotated[Any, Refused(([],))] = None
     access_programs: Annotated[Any, Refused()] = None
     background_options: Annotated[Any, Refused()] = None
     image: Annotated[Any, Refused()] = None

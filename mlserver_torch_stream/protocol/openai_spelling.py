@@ -132,7 +132,7 @@ class OpenAIChat(OpenAISpelling):
         return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
 
     def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
-        if "top_logprobs" in taken and not taken.get("logprobs"):
+        if taken.get("top_logprobs") and not taken.get("logprobs"):
             raise InvalidInput("top_logprobs", "needs logprobs: true")
         return taken
 

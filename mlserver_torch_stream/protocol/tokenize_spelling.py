@@ -45,7 +45,7 @@ class TokenizeRequest(OptionallyNamedModel):
 class DetokenizeRequest(OptionallyNamedModel):
     """The body of ``/detokenize``."""
 
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, MinLen(1)]
 
 
 class Tokenize(PromptSpelling, OpenAIChat):

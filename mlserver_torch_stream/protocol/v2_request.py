@@ -12,7 +12,7 @@ from typing import Any
 from mlserver.types import InferenceRequest, RequestOutput
 from pydantic import PrivateAttr, ValidationError
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat import check_tools
@@ -77,6 +77,8 @@ def _tokens(tensor: Tensor, info: ModelInfo) -> TokensPrompt:
         raise InvalidInput(tensor.name, f"shape must be [S] or [1, S], got {values.shown(list(tensor.shape))}")
     if not tensor.elements:
         raise InvalidInput(tensor.name, "the prompt is empty")
+    if len(tensor.elements) >= info.max_model_len:
+        raise ContextLengthExceeded(tensor.name, len(tensor.elements), info.max_model_len)
     for position, token_id in enumerate(tensor.elements):
         if not 0 <= token_id < info.vocab_size:
             raise InvalidInput(

@@ -401,6 +401,7 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
     "return_mm_kwargs": (True, False),
@@ -410,7 +411,7 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),  # has no effect without truncate_prompt_tokens
     "use_beam_search": (False,),
