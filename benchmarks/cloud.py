@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
 import os
@@ -250,6 +251,7 @@ def events(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], b
     handler = _sleeping_handler(folder, options.model_ms)
     figures = {}
     with ExitStack() as stack:
+        gc.freeze()  # a garbage collection of all that this client imports would take a part of the time of an event
         storage = stack.enter_context(s3_server(folder / "s3", _BUCKET))
         sns = stack.enter_context(sns_host(folder))
         bucket = stack.enter_context(httpx.Client(base_url=f"{storage['endpoint']}/{_BUCKET}/", timeout=30))

@@ -36,6 +36,7 @@ from mlserver_torch_stream.server.rest import (
     adapter_routes,
     batch_routes,
     connection,
+    endpoints,
     health,
     item_batch,
     model_routes,
@@ -118,6 +119,7 @@ async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) 
     ports.check(host, options)
     refuse_ignored_keys(Path(host.settings.model_repository_root))
     connection.install(host, options)
+    host.put_before_router(endpoints.pass_to_chosen)
     add_routes(host, state, options)
     shutdown.take_signals()
     _warn_of_server_settings(host.settings)

@@ -26,7 +26,7 @@ from mlserver.utils import extract_headers
 from starlette.datastructures import Headers
 from starlette.requests import Request as StarletteRequest
 from starlette.routing import Match, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.log_text import log_text
@@ -314,9 +314,6 @@ def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]
 
 
-_CHOSEN = "mlserver_torch_stream.route"  # in a scope: the route that was found for it, and its match
-
-
 class SelectiveRoute(Route):
     """A route that may decline a path in ``takes``. ``of_models``: its path names a model, or its requests do.
 
@@ -334,9 +331,6 @@ class SelectiveRoute(Route):
         self._prefix = path.partition("{")[0]
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        chosen = scope.get(_CHOSEN)
-        if chosen is not None:
-            return chosen[1] if chosen[0] is self else (Match.NONE, {})
         if not scope["path"].startswith(self._prefix) and not scope.get("root_path"):
             return Match.NONE, {}
         match, child = super().matches(scope)
@@ -373,6 +367,7 @@ class _OurRoute(SelectiveRoute):
 # --- MLServer's metrics of the REST port ---
 
 _Call = Callable[[Any, Scope, Receive, Send], Awaitable[None]]
+_CHOSEN = "mlserver_torch_stream.route"  # in a scope: the route of the request, and what the route adds to the scope
 _DISCONNECTED, _FAILED = 499, 500  # statuses of requests without an answer
 
 
@@ -380,10 +375,25 @@ def count_requests() -> None:
     """Counts the requests to paths of models in MLServer's metrics ``rest_server_*`` with less work. Called once.
 
     MLServer's middleware builds the URL of each request and compares the routes' paths a second time to find the label
-    ``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on.
-    Requests to other paths are left to the middleware.
+    ``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on, and
+    the router does not compare the paths again. Requests to other paths are left to the middleware and the router.
     """
     wrap(Hook.REST_METRICS, _counting)
+
+
+def pass_to_chosen(router: ASGIApp) -> ASGIApp:
+    """Returns an app that passes a request to the route that was found for it, and other requests to the router."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        chosen = scope.get(_CHOSEN)
+        if chosen is None:
+            await router(scope, receive, send)
+            return
+        route, child = chosen
+        scope.update(child)
+        await route.handle(scope, receive, send)
+
+    return call
 
 
 def _counting(original: _Call) -> _Call:
@@ -398,14 +408,21 @@ def _counting(original: _Call) -> _Call:
     return call
 
 
-def _choose(scope: Scope) -> tuple[SelectiveRoute, tuple[Match, Scope]] | None:
-    """Returns the route of a model's path that takes the request, and what it makes of the path."""
+def _choose(scope: Scope) -> tuple[SelectiveRoute, Scope] | None:
+    """Returns the route that takes the request, and what it adds to the scope; None if the path is not of a model."""
+    path: str = scope["path"]
     for route in scope["app"].router.routes:
-        if isinstance(route, SelectiveRoute):
-            found = route.matches(scope)
-            if found[0] is Match.FULL:
-                return (route, found) if route.of_models else None
+        if path.startswith(_prefix(route.path)):
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                return (route, child) if isinstance(route, SelectiveRoute) and route.of_models else None
     return None
+
+
+@lru_cache(maxsize=1024)
+def _prefix(path: str) -> str:
+    """Returns the fixed beginning of a route's path."""
+    return path.partition("{")[0]
 
 
 async def _counted(middleware: Any, path: str, scope: Scope, receive: Receive, send: Send) -> None:
