@@ -150,7 +150,7 @@ def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         "MLSERVER_USE_STRUCTURED_LOGGING": "true",
         "MLSERVER_TORCH_STREAM_LOG_PROMPTS": "true",
     }
-    with serve(tmp_path_factory.mktemp("bare") / "models", [], environment=environment, forked=False) as running:
+    with serve(tmp_path_factory.mktemp("bare") / "models", [], environment=environment) as running:
         yield running
 
 
