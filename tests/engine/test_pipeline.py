@@ -61,7 +61,7 @@ REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(7)]
     "family",
     [
         "gemma3_text",
-        "lfm2",
+        pytest.param("lfm2", marks=pytest.mark.long),
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "mixtral", "qwen3_next")),
     ],
 )
