@@ -31,7 +31,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of one call of a function. ``index`` numbers the calls of an answer from 0.
+    """A part of a function call. ``index`` numbers the calls of an answer from 0.
 
     The first part of a call has its ``id`` and its ``name``. The ``arguments`` of all its parts join to JSON text.
     """
@@ -61,7 +61,7 @@ def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
 
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Returns the parts of an answer's calls, in their order, with neighbours of the same call as one."""
+    """Returns the parts of an answer's calls in order, and merges neighbouring parts of the same call."""
     joined: list[ToolCallDelta] = []
     for delta in deltas:
         if joined and joined[-1].index == delta.index:

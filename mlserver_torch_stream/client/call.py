@@ -1,4 +1,4 @@
-"""A call of the client: its arguments, the deltas that it yields, how it ends, and the ways in which it fails."""
+"""Defines a call of the client: its arguments, the deltas that it yields, how it ends, and its errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GenerationCall:
 def generation_call(
     model: str, prompt: str | Sequence[str] | None, messages: Messages | None, parameters: Mapping[str, Any]
 ) -> GenerationCall:
-    """Returns the call, without the parameters that are None. Raises ValueError unless exactly one of ``prompt`` and
+    """Returns the call; parameters that are None are left out. Raises ValueError unless exactly one of ``prompt`` and
     ``messages`` is given.
     """
     if (prompt is None) == (messages is None):
@@ -55,10 +55,10 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event adds to sequence ``index``. Sequences are numbered prompt by prompt.
+    """What one event adds to the sequence with this ``index``. Sequences are numbered prompt by prompt.
 
-    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``, and has
-    the usage if the server sends it.
+    A sequence's last delta has the finish reason and the token counts. The last delta of the request is ``final``, and
+    has the usage if the server sends it.
     """
 
     text: str = ""
@@ -104,7 +104,7 @@ class GenerationError(ClientError):
 
 
 class StreamBroken(ClientError):
-    """The stream ended, or fell silent, before its final event, or it cannot be read."""
+    """The stream cannot be read, or it ended or timed out before its final event."""
 
 
 # What the reader of an answer raises if the answer does not follow the protocol.
@@ -112,7 +112,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def unreadable(error: Exception) -> StreamBroken:
-    """Returns the error for an answer that breaks the protocol."""
+    """Returns the error for an answer that violates the protocol."""
     return StreamBroken(f"the server's answer cannot be read: {type(error).__name__}: {error}")
 
 

@@ -25,7 +25,7 @@ _CONVERTED = frozenset({"messages", "system", "tools", "tool_choice", "output_co
 
 
 def own_name(field: str) -> str:
-    """Returns the name that Anthropic's body has for ``field`` of a chat's body."""
+    """Returns the name in Anthropic's body of the parameter that is called ``field`` in a chat's body."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]
@@ -122,7 +122,7 @@ def _answer(place: str, content: Any) -> dict[str, Any]:
 
 
 def _turn(place: str, role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields one message for each result of a tool, and one for each run of consecutive texts."""
+    """Yields one message for each tool result, and one for each group of consecutive texts."""
     texts: list[str] = []
     for number, block in enumerate(blocks):
         if block["type"] == "text":

@@ -1,6 +1,6 @@
 """Reads the constraint on a request's answers, and checks JSON schemas.
 
-A schema that no finite answer matches is refused here. The engine's compiler refuses what it does not implement.
+A schema is refused here if no finite answer matches it. The engine's compiler refuses what it does not implement.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 def check_finite(field: str, schema: Mapping[str, Any]) -> None:
     """Raises InvalidInput, which names ``field``, if no finite answer matches the schema.
 
-    Only references can make a schema infinite, so it is enough to check the target of each.
+    Only references can make a schema infinite, so it is enough to check each reference's target.
     """
     search = _Search(field, schema)
     for reference in dict.fromkeys(_references(schema)):
@@ -66,7 +66,7 @@ class _Search:
         self._visits = self._depth = 0
 
     def is_finite(self, part: Any) -> bool:
-        """Whether the part has a finite instance. Raises InvalidInput if that takes too many visits."""
+        """Whether the part has a finite instance. Raises InvalidInput if the search takes too many steps."""
         self._visits += 1
         self._depth += 1
         if self._visits > _MAX_VISITS or self._depth > _MAX_DEPTH:
@@ -166,7 +166,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's constraints on an answer. Other fields of vLLM's class are accepted with their defaults only."""
+    """vLLM's constraints on an answer. Other fields of vLLM's class are accepted only with their default values."""
 
     json_: JsonGuide | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -227,7 +227,7 @@ def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
 
 
 def guided(kind: str) -> values.Reader:
-    """Makes a reader of vLLM's older parameter for a kind of constraint, such as ``guided_json``."""
+    """Makes a reader of vLLM's older parameter for this kind of constraint, such as ``guided_json``."""
     field = f"guided_{kind}"
 
     def read(value: Any, info: ModelInfo) -> Constraint:
@@ -246,7 +246,7 @@ def text(value: Any, info: ModelInfo) -> str:
 
 
 def of_guide(kind: str, guide: str | None) -> Constraint:
-    """Makes the constraint of TensorRT-LLM's two parameters, its kind and its guide. Raises InvalidInput."""
+    """Makes a constraint from TensorRT-LLM's two parameters, the kind and the guide. Raises InvalidInput."""
     if kind == "json":
         return Constraint(ConstraintKind.JSON_OBJECT, "", GUIDE_TYPE)
     if guide is None:
@@ -266,7 +266,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Constraint:
 
 
 def _of_schema(schema: Any, field: str) -> Constraint:
-    """Makes the constraint of a schema, which is an object or JSON text. The order of its properties is kept."""
+    """Makes a constraint from a schema, which is an object or JSON text. The schema's properties keep their order."""
     if isinstance(schema, str):
         schema = values.named(field, values.parse_json, schema)
     if not isinstance(schema, Mapping):

@@ -1,6 +1,6 @@
 """Describes a model to Triton's clients: its tensors, its configuration and its statistics.
 
-Triton's settings that MLServer does not have are left out.
+Settings of Triton that do not exist in MLServer are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlserver_torch_stream.server.state import ServerState
 
 
 async def read_config(host: ServerHost, state: ServerState, name: str, version: str | None) -> JsonObject:
-    """Returns a model's configuration in Triton's form. Raises MLServerError if there is no such model."""
+    """Returns a model's configuration in Triton's format. Raises MLServerError if there is no such model."""
     metadata = await host.data_plane.model_metadata(name, version)
     return _config(metadata, ours=is_ours(find_model(host.registry, name, version)))
 
@@ -64,7 +64,7 @@ async def read_statistics(host: ServerHost, state: ServerState, name: str, versi
 def _all_statistics(state: ServerState, models: Iterable[MLModel]) -> JsonObject:
     """Returns the statistics in Triton's form.
 
-    An execution is a decode step, or a request for models without engine.
+    An execution is a decode step; for models without an engine, it is a request.
     """
     steps = {labels: stats.decode_steps for labels, stats in state.engine_metrics.counters().items()}
     return {"model_stats": [_statistics(state, model.name, model.version or "", steps) for model in models]}

@@ -102,7 +102,7 @@ Reply = tuple[int, Any]  # a status, and the value that is written as JSON
 
 
 class ManagementApp:
-    """The ASGI application. Requests need ``token``, unless it is None."""
+    """The ASGI application. Requests must contain ``token``, unless it is None."""
 
     def __init__(self, calls: ManagementCalls, token: str | None) -> None:
         self._calls = calls
@@ -126,7 +126,9 @@ class ManagementApp:
         await send_refusal(send, status, body, retry_after, reply_headers(request_id))
 
     async def _answer_in_time(self, request: Request) -> Reply:
-        """Answers a request, or refuses it if the port closes meanwhile. Raises RequestError or ClientLeft."""
+        """Answers a request, or refuses it if the port closes before the answer is ready. Raises RequestError or
+        ClientLeft.
+        """
         answering = asyncio.ensure_future(self._answer(request))
         if await is_done_before(answering, self.ending):
             return answering.result()
@@ -182,7 +184,7 @@ class ManagementApp:
 
 
 async def _parameters(request: Request) -> Mapping[str, Any]:
-    """Returns the parameters in the query, or in a JSON object in the body. Raises RequestError or ClientLeft."""
+    """Returns the parameters from the query or from a JSON object in the body. Raises RequestError or ClientLeft."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return request.query_params
     body = await read_body(request.scope, request.receive, _MAX_BODY_BYTES)
@@ -250,7 +252,7 @@ def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access
 
 
 class _Listener(uvicorn.Server):
-    """A uvicorn server that leaves signals to MLServer."""
+    """A uvicorn server that does not handle signals, which MLServer does."""
 
     def __init__(self, app: ManagementApp) -> None:
         super().__init__(uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None))
