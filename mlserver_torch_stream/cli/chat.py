@@ -1,4 +1,4 @@
-"""Chats in a terminal: reads lines, shows answers as they stream, and keeps the conversation."""
+"""Chats in a terminal: reads lines, shows answers while they stream, and keeps the conversation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from mlserver_torch_stream.log_text import log_text
 
 
 class AnswerMeter:
-    """Measures one answer's tokens per second and its time to the first token. Times are in seconds on any clock.
+    """Measures one answer's tokens per second and its time to the first token. Times are in seconds; any clock can be
+    used.
 
-    A delta without token ids counts as one token. If the server sends no count at the end, the sum is shown as an
+    A delta without token ids counts as one token. If the server sends no token count at the end, the sum is shown as an
     estimate.
     """
 
@@ -82,7 +83,7 @@ class AnswerView:
             self._show_call(call)
 
     def end(self) -> None:
-        """Resets the terminal's style, also after an answer that was stopped."""
+        """Resets the terminal's style, even if the answer was stopped."""
         if self._call is not None:
             self._sink.write(")")
         if self._dim:
@@ -97,7 +98,7 @@ class AnswerView:
         self._show(call.arguments, dim=True)
 
     def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
-        """Shows a text; with ``apart``, or after a change between reasoning and text, on a new line."""
+        """Shows a text. It begins on a new line with ``apart``, or after a change between reasoning and answer."""
         if not text:
             return
         if not dim:
@@ -111,7 +112,7 @@ class AnswerView:
 
 
 def visible(text: str) -> str:
-    """Returns the text without control characters, which a terminal would obey."""
+    """Returns the text without control characters, which a terminal would execute."""
     return text.translate(_CONTROL)
 
 
@@ -162,7 +163,7 @@ class Chat:
     def run(self, source: TextIO, sink: TextIO, title: str) -> int:
         """Answers lines until ``source`` ends.
 
-        Returns the exit status, which is 1 if a line of a file or pipe failed.
+        Returns the exit status, which is 1 if a line from a file or pipe failed.
         """
         interactive = source.isatty() and sink.isatty()
         if interactive:
@@ -181,7 +182,7 @@ class Chat:
         return 0
 
     def _answer(self, line: str, sink: TextIO, interactive: bool) -> bool:
-        """Runs a command, or asks the model. Returns False if that failed; the reason is printed."""
+        """Runs a command, or asks the model. Returns False if this failed; the reason is printed."""
         command, _, rest = line.partition(" ")
         if command == "/clear":
             self.messages.clear()
@@ -253,7 +254,7 @@ def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO)
 
 
 def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
-    """Asks the user until a name or a number in the list is typed. Raises ClientError at the end of input."""
+    """Asks the user until a name or a number from the list is typed. Raises ClientError at the end of input."""
     for number, name in enumerate(names, 1):
         print(f"{number}  {log_text(name)}", file=sink)
     while (line := _read_line(source, sink, True, "model> ")) is not None:

@@ -1,7 +1,7 @@
 """``mlserver-torch-stream cloud``: inference over the objects of a bucket, a folder or a list of URLs.
 
-Runs the subcommand and turns its end into an exit status. With ``--on ray`` it spreads a run over a Ray cluster: each
-of Ray's processes runs the same command with ``--worker I/N``, a lane of the output's parts.
+Runs the subcommand and returns its exit status. With ``--on ray`` a run is spread over a Ray cluster: each of Ray's
+processes runs the same command with ``--worker I/N``, and writes one lane of the output's parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlserver_torch_stream.log_text import log_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``cloud run`` or ``cloud watch`` and returns the exit status, as the help of the command lists them."""
+    """Runs ``cloud run`` or ``cloud watch`` and returns the exit status; the command's help lists the statuses."""
     arguments = parser().parse_args(list(argv))
     try:
         check(arguments)
@@ -78,7 +78,7 @@ def _run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def run_lane(argv: Sequence[str]) -> int:
     """Runs one lane in one of Ray's processes. If the process dies, Ray runs the lane again in a new one.
 
-    The new process keeps the parts that the lane has already written, and infers the rest.
+    The new process keeps the parts that the lane has already written, and infers the remaining rows.
     """
     from mlserver_torch_stream.cli.cloud_run import run
 

@@ -25,7 +25,9 @@ OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
-    """Returns how rows become requests. A row's ``model`` may be a name in ``models`` or in --served-model-name."""
+    """Returns the description of how rows become requests. A row's ``model`` may be a name in ``models`` or in
+    --served-model-name.
+    """
     media = arguments.url is not None and arguments.api == "openai"
     return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
 
@@ -48,12 +50,12 @@ def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
 
 
 def shown_name(arguments: argparse.Namespace) -> str | None:
-    """Returns the model's name in answers, if --served-model-name sets one; else None."""
+    """Returns the model's name in answers if --served-model-name sets it; else None."""
     return arguments.served_model_name[0] if arguments.served_model_name else None
 
 
 def created() -> int | None:
-    """Returns the time for output rows if SOURCE_DATE_EPOCH sets one, so that runs are reproducible; else None.
+    """Returns the creation time for output rows if SOURCE_DATE_EPOCH sets it, which makes runs reproducible; else None.
 
     Raises RunRefused.
     """
@@ -75,7 +77,7 @@ def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int
 
 
 def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
-    """Returns the run. ``model`` is the model's name or location, which is part of the run's identity."""
+    """Returns the run. ``model`` is the model's name or location. It is part of the run's identity."""
     index, count = arguments.worker
     failures = 0 if arguments.fail_fast else arguments.max_failures
     return CloudRun(
@@ -103,7 +105,7 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Returns the options on which answers depend. A run with other values does not resume the output."""
+    """Returns the options that affect the answers. A run with other values cannot resume the output."""
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
     of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
@@ -113,7 +115,7 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused, which names an option, if options contradict each other."""
+    """Raises RunRefused if options contradict each other; the message names one of them."""
     check_object_options(arguments)
     for name, default in URL_DEFAULTS.items():
         if arguments.url is None and getattr(arguments, name) is not None:
@@ -136,7 +138,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def api_key() -> str | None:
-    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain it."""
+    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain the key."""
     try:
         return openai_key()
     except ValueError as error:
@@ -150,21 +152,21 @@ _TEXT = re.compile(r"[\t\x20-\x7e]*")
 
 
 def hands_objects(arguments: argparse.Namespace) -> bool:
-    """True if the bytes of objects are passed on unchanged, to a handler or as a tensor."""
+    """True if the bytes of objects are passed on unchanged to a handler or as a tensor."""
     return arguments.handler is not None or arguments.api == "torchserve" or arguments.tensor is not None
 
 
 def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
-    """Returns the kind as which all objects are read; None if the ending of a key decides."""
+    """Returns the kind of all objects; None if the endings of their keys decide."""
     if hands_objects(arguments) and not getattr(arguments, "column", None):
         return Kind.BYTES
     return None if arguments.kind is None else Kind(arguments.kind)
 
 
 def tables(arguments: argparse.Namespace) -> Tables:
-    """Returns how tables and archives are read. Raises RunRefused.
+    """Returns the settings for reading tables and archives. Raises RunRefused.
 
-    A handler or a tensor gets an archive as it is, unless an option asks for its members.
+    A handler or a tensor gets the unchanged archive, unless an option asks for its members.
     """
     data = hands_objects(arguments)
     return Tables(
@@ -180,7 +182,7 @@ def tables(arguments: argparse.Namespace) -> Tables:
 
 
 def chunking(arguments: argparse.Namespace) -> Chunking:
-    """Returns how whole objects are cut into chunks."""
+    """Returns the settings for cutting whole objects into chunks."""
     joined, most = arguments.rows == "object", arguments.whole_bytes or WHOLE_BYTES
     return Chunking(arguments.chunk_bytes, joined, most, arguments.sequences)
 
@@ -198,7 +200,7 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
 
 
 def check_object_options(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if options for whole objects contradict each other, or an option for prompts."""
+    """Raises RunRefused if options for whole objects contradict each other or an option for prompts."""
     if arguments.sequences:
         if arguments.handler is None:
             raise RunRefused("--sequences: is for a --handler")
@@ -259,7 +261,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 
 def _check_message(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if a chunk or a whole object, with its headers, may exceed one message to a worker."""
+    """Raises RunRefused if a chunk or a whole object, with its headers, may be larger than one message to a worker."""
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     most = MAX_BYTES - _MAX_HEADERS

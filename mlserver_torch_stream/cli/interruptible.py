@@ -1,4 +1,4 @@
-"""Runs a command's work so that signals cancel it in an orderly way."""
+"""Runs a command's work so that a signal cancels it in an orderly way."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Interrupted(Exception):
 
 
 class LoadInterrupted(Exception):
-    """A signal ended the command while its model was loading."""
+    """A signal ended the command while the model was loading."""
 
 
 def run_to_end(work: Awaitable[T]) -> T:
     """Runs ``work`` on a new event loop, and returns its result; SIGINT and SIGTERM cancel it.
 
-    Raises Interrupted after a signal, and every exception of ``work``.
+    Raises Interrupted after a signal, and any exception that ``work`` raises.
     """
 
     async def guarded() -> T:

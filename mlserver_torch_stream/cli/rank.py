@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(folder: str) -> int:
-    """Runs the server. If it ends before the other ranks have a model, they learn that there will be no model."""
+    """Runs the server. If the server ends before the other ranks have a model, tells them that there will be none."""
     from mlserver.cli.serve import load_settings
 
     from mlserver_torch_stream.engine.tensor_parallel.validate import check_launched
@@ -80,7 +80,7 @@ def _serve(folder: str) -> int:
 
 
 def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
-    """Returns, by model, the number of ranks that it is split over. Models with wrong settings are left out."""
+    """Returns, by model, the number of ranks over which the model is split. Models with wrong settings are left out."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.loading import resolve
     from mlserver_torch_stream.server.host import source_of

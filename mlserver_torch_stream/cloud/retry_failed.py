@@ -1,7 +1,8 @@
-"""Infers the failed rows of an output's parts again, from the versions that the run began with, and replaces them.
+"""Infers the failed rows of an output's parts again and replaces them. It reads the same versions of the objects as the
+run.
 
-Knows parts and objects, and no model. A part is replaced as a whole, and only if it is still the version that was read,
-so that at any moment the output has one row for each input row.
+It deals with parts and objects, and does not depend on the model. A part is replaced as a whole, and only if it has not
+changed since it was read, so that the output has one row for each input row at any time.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class FailedRow:
 
     @property
     def place(self) -> Place:
-        """The row's place in its object, as its input row has it."""
+        """The row's place in its object, as in the input row."""
         return None if self.member is None else self.member.index, self.line, self.chunk
 
 
 @dataclass
 class FailedRowRetry:
-    """Infers failed rows again. ``source`` reads all rows of the run.
+    """Infers failed rows again. ``source`` can read all rows of the run.
 
     ``lost`` has the JSONL objects that could not be read: one failed row stands for all their rows. The output has only
     one place for these rows, so they are not inferred again.
@@ -87,7 +88,7 @@ class FailedRowRetry:
         return True
 
     async def rows(self, failed: Sequence[FailedRow]) -> AsyncGenerator[Row, None]:
-        """Yields a row for each of ``failed``. If an object cannot be read, all its rows have that failure."""
+        """Yields a row for each of ``failed``. If an object cannot be read, all its rows get this failure."""
         for each in failed:
             number = each.index // self.part_rows
             self._missing[number] = self._missing.get(number, 0) + 1
@@ -124,9 +125,9 @@ class FailedRowRetry:
         return replace(self.source, objects=objects, lines=lines, strict=False, limit=None)
 
     async def put(self, result: Result) -> bool:
-        """Takes the next result, in the order of the rows.
+        """Adds the next result, in the order of the rows.
 
-        Returns True if it completed a part, which is then replaced.
+        If the result completes a part, replaces the part and returns True.
         """
         number = result.row.index // self.part_rows
         self.tried += 1
@@ -142,7 +143,8 @@ class FailedRowRetry:
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
         """Replaces a part.
 
-        If another worker has replaced it meanwhile, it is read again, and the other worker's answers stay.
+        If another worker has replaced the part in the meantime, it is read again, and the other worker's answers are
+        kept.
         """
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):
@@ -159,7 +161,9 @@ class FailedRowRetry:
 
 
 def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
-    """Returns the part with ``lines``, by index, in place of failed rows. A row that has an answer keeps it."""
+    """Returns the part with its failed rows replaced by ``lines``, which are by index. A row that has an answer keeps
+    it.
+    """
     merged: dict[int, bytes] = {}
     answered: set[int] = set()
     for line in part.splitlines(keepends=True):

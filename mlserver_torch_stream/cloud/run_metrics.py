@@ -1,4 +1,4 @@
-"""Counts the work of a run. The metrics have the names of Beam's RunInference if it has them."""
+"""Counts the work of a run. Metrics that Beam's RunInference also has have the same names as there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row
 
 @dataclass
 class Distribution:
-    """The count, sum, minimum and maximum of whole numbers, as in a distribution of Beam."""
+    """The count, sum, minimum and maximum of whole numbers, like a distribution in Beam."""
 
     count: int = 0
     sum: int = 0
@@ -33,7 +33,8 @@ class Distribution:
 
 @dataclass
 class BusyTime:
-    """The share of time in which at least one row was inferred, from the first start to the last end.
+    """The share of the time in which at least one row was being inferred. The time is measured from the first start to
+    the last end.
 
     ``spans`` are the busy spans, in order and apart from each other.
     """
@@ -51,7 +52,7 @@ class BusyTime:
         self.spans[first:last] = [(began, ended)]
 
     def share(self) -> float | None:
-        """Returns the share of busy time, from 0 to 1; None before any row was inferred."""
+        """Returns the share of busy time, from 0 to 1; None if no row has been inferred."""
         whole = self.spans[-1][1] - self.spans[0][0] if self.spans else 0.0
         return sum(ended - began for began, ended in self.spans) / whole if whole > 0 else None
 
@@ -85,7 +86,7 @@ class RunMetrics:
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
         """Counts a batch that was inferred.
 
-        A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed.
+        A batch that is cancelled, for example because the run ends early, counts neither as inferred nor as failed.
         """
         self.num_inferences += sum(outcome.failure is None or not outcome.failure.shared for outcome in outcomes)
         self.inference_request_batch_size.update(len(rows))
@@ -107,7 +108,7 @@ class RunMetrics:
         self.input_bytes += row.size
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all metrics by name, as values that JSON can hold."""
+        """Returns all metrics by name, as values that JSON can represent."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Distribution):

@@ -1,4 +1,4 @@
-"""A model that generates tokens: it decodes requests in their spelling, and turns token streams into replies.
+"""A model that generates tokens. It decodes requests with their spelling, and turns token streams into replies.
 
 The first message of a gRPC stream says how to read the further messages.
 """
@@ -33,7 +33,7 @@ Start = Callable[[Opened], Awaitable[None]]
 
 
 class TokenReply:
-    """Reads the token stream that ``start`` opens, once, as a stream of messages or as a whole.
+    """The reply from the token stream that ``start`` opens. It can be read once, as a stream of messages or as a whole.
 
     ``posted`` is the body of a REST request. If ``reads_following`` is true, ``start`` reads all further messages of
     the gRPC stream.
@@ -79,7 +79,9 @@ class TokenReply:
             self._stream.close()
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
-        """Yields the messages of the stream; for a request with ``stream: false``, the whole reply as one message."""
+        """Yields the messages of the stream. For a request with ``stream: false``, yields the whole reply as one
+        message.
+        """
         if self._request.stream is False:
             yield await self.whole()
             return
@@ -104,12 +106,12 @@ class TokenReply:
         return encoder.body()
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """Returns the whole REST reply, and the raw bytes that follow its JSON, or None."""
+        """Returns the whole REST reply, and the raw bytes after its JSON; None if there are no such bytes."""
         whole = await self.whole()
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """Returns the messages that end each open sequence with ``error``."""
+        """Returns the messages that end every open sequence with ``error``."""
         return self._encoder.fail(error)
 
     def end(self) -> bytes | None:
@@ -125,7 +127,9 @@ class TokenReply:
         return self._stream
 
     def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """Splits a failed last event into its tokens and its failure. Raises the error if nothing was sent yet."""
+        """Splits the last event of a failed sequence into its tokens and its failure. Raises the error instead if
+        nothing has been sent.
+        """
         if event.error is not None and not self._begun and not event.size:
             raise as_request_error(event.error)
         self.error = self.error or event.error
@@ -146,7 +150,9 @@ class TokenReply:
 
 
 class PromptReply:
-    """The reply to a request about a prompt alone: the result of ``answer``, which is called once, in a thread."""
+    """The reply to a request that concerns only a prompt. It is the result of ``answer``, which is called once, in a
+    thread.
+    """
 
     keep_alive = b""
     reads_following = False
@@ -172,7 +178,7 @@ class PromptReply:
         return None
 
     def close(self) -> None:
-        """Does nothing, because the work of a thread cannot be stopped."""
+        """Does nothing, because work in a thread cannot be stopped."""
 
 
 _NOT_FIRST = "prompt is only for the first message of a stream, on MLServer's own gRPC service"
@@ -188,7 +194,9 @@ class TokenModel(ServedModel):
 
     @property
     def adapters(self) -> AdapterSet | None:
-        """The model's LoRA adapters; None if its engine does not support adapters, or the model has no engine now."""
+        """The model's LoRA adapters; None if its engine does not support adapters, or if the model currently has no
+        engine.
+        """
         try:
             found: AdapterSet | None = self._slot.built.adapters
         except NotServing:
@@ -201,8 +209,8 @@ class TokenModel(ServedModel):
         return frozenset() if self.adapters is None else self.adapters.names
 
     def most_open(self) -> int:
-        """Returns the number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises
-        NotServing.
+        """Returns ``max_num_seqs``, which is also the number of requests of one gRPC stream that may run at once.
+        Raises NotServing.
         """
         return int(self._slot.built.engine.info.max_num_seqs)
 
@@ -260,12 +268,14 @@ def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
 
 
 def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: str) -> str:
-    """Returns the model's name: ``name`` itself if a model has it, else the name for which it is an alias."""
+    """Returns the model's name: ``name`` itself if a model has this name, else the name for which it is an alias."""
     return name if find_model(registry, name, None) is not None else options.model_of_alias(name)
 
 
 def only_model(registry: MultiModelRegistry) -> str:
-    """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one."""
+    """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one such
+    model.
+    """
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
         raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")

@@ -1,4 +1,6 @@
-"""A batch as it is stored and as OpenAI's API shows it, and ids, which sort in the order in which they were made."""
+"""Defines the record of a batch, as it is stored and as OpenAI's API shows it, and makes ids that sort by the time at
+which they were made.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ def output_file_id(batch_id: str, kind: str) -> str:
 
 @dataclass(frozen=True, slots=True, config=_STORED)
 class BatchProblem:
-    """Why a batch failed as a whole. ``param`` and ``line`` are the field and the line of the input file, if one is to
-    blame."""
+    """Why a batch failed as a whole. ``param`` and ``line`` are the field and the line of the input file that caused
+    the problem, if there is one.
+    """
 
     code: str
     message: str
@@ -83,7 +86,7 @@ class BatchRecord:
         return self.status in ("failed", "completed", "expired", "cancelled")
 
     def moved(self, status: Status, **changes: Any) -> BatchRecord:
-        """Returns the record with a new status, which begins now."""
+        """Returns the record with a new status that begins now."""
         return replace(self, status=status, times={**self.times, status: int(time.time())}, **changes)
 
     def dumps(self) -> bytes:
@@ -99,7 +102,7 @@ class BatchRecord:
             raise RunRefused("the record of a batch was not written by this program") from None
 
     def shown(self) -> dict[str, Any]:
-        """Returns OpenAI's object, in which each status but ``validating`` has its own time."""
+        """Returns OpenAI's object, which has a time for each status except ``validating``."""
         errors = [asdict(problem) for problem in self.problems]
         return {
             "id": self.id,

@@ -1,6 +1,6 @@
-"""Runs batches, a few at a time: new ones, and unfinished ones of an earlier process.
+"""Runs batches, a few at a time: new batches, and unfinished batches of an earlier process.
 
-A batch whose store fails is tried again; its delivered items are kept.
+If the store fails, the batch is tried again, and its delivered items are kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BatchRunner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def create(self, request: BatchRequest) -> BatchRecord:
-        """Stores a new batch and starts it. Raises RequestError if it cannot be started."""
+        """Stores a new batch and starts it. Raises RequestError if the batch cannot be started."""
         if not self._open:
             raise NotServing("the server is shutting down")
         if len(self._runs) >= MAX_UNFINISHED:
@@ -89,7 +89,7 @@ class BatchRunner:
     async def reader(self, file_id: str) -> str | None:
         """Returns the id of a batch that has not ended and reads this file; None if there is none.
 
-        The record says whether a batch has ended: its run ends a little later.
+        A batch has ended if its record says so; the run in this process ends a little later.
         """
         for batch_id in [run.id for run in self._runs.values() if run.input_file_id == file_id]:
             if not (await self.places.batches.get(batch_id)).ended:
@@ -155,7 +155,9 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _turn(self, run: BatchRun) -> AsyncIterator[None]:
-        """Waits for one of the turns, and holds it. A cancelled batch does not wait: none of its items is answered."""
+        """Waits for one of the turns, and holds it. A cancelled batch does not wait, because none of its items will be
+        answered.
+        """
         turn = asyncio.Event()
 
         async def take() -> None:

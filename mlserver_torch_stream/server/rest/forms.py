@@ -15,8 +15,8 @@ _MAX_HEADER_BYTES = 8192  # the headers of one part
 
 @dataclass(frozen=True, slots=True)
 class PartBegan:
-    """A part begins. ``filename`` is None if it is not a file; ``content_type`` is empty if the part does not name
-    one.
+    """A part begins. ``filename`` is None if the part is not a file. ``content_type`` is empty if the part does not
+    name one.
     """
 
     name: str
@@ -40,7 +40,9 @@ FormEvent = PartBegan | PartPiece | PartEnded
 
 
 class FormReader:
-    """Parses a form. ``complete`` is true after the last boundary. Raises InvalidInput if the body is not a form."""
+    """Parses a form. ``complete`` is true once the last boundary has been read. Raises InvalidInput if the body is not
+    a form.
+    """
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)

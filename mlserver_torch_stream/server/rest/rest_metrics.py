@@ -1,7 +1,8 @@
-"""Counts the requests to paths of models in MLServer's metrics of the REST port, ``rest_server_*``, with less work.
+"""Counts requests to the paths of models in MLServer's metrics of the REST port, ``rest_server_*``, faster than
+MLServer does.
 
-MLServer's middleware builds the URL of each request and compares the routes' paths a second time to find the label
-``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on.
+To find the label ``path``, MLServer's middleware builds the URL of each request and matches all routes a second time,
+which takes longer than answering many a request. Here the route is found once, before the request is passed on.
 Requests to other paths are left to the middleware.
 """
 
@@ -41,7 +42,7 @@ def _counting(original: _Call) -> _Call:
 
 
 def _choose(scope: Scope) -> tuple[SelectiveRoute, tuple[Match, Scope]] | None:
-    """Returns the route of a model's path that takes the request, and what it makes of the path."""
+    """Returns the route for a model's path that matches the request, and the result of the match."""
     for route in scope["app"].router.routes:
         if isinstance(route, SelectiveRoute):
             found = route.matches(scope)
