@@ -255,10 +255,10 @@ class TokenEvent:
 
     The contents of an event are in this order: ``prompt_text`` and ``prompt_logprobs``, ``reasoning``, ``text``,
     ``tool_calls``. ``text`` is only the answer's text. It never ends within a character or within a possible stop
-    string, so it may be empty although ``token_ids`` is not. ``finish_reason`` and ``usage`` are set only on the last
-    event of a sequence. ``error`` is set only with ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that
-    have not been sent anything yet. ``stop_reason`` is the stop string, or the id of ``stop_token_ids``, that ended the
-    sequence; None for the model's own end token.
+    string, so it may be empty although ``token_ids`` is not. ``finish_reason`` and ``usage`` are set on the last event
+    of a sequence, and on no other. ``error`` is set only with ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for
+    clients that have not been sent anything yet. ``stop_reason`` is the stop string, or the id of ``stop_token_ids``,
+    that ended the sequence; None for the model's own end token.
     """
 
     index: int

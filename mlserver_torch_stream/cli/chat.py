@@ -1,4 +1,4 @@
-"""Chats in a terminal: reads lines, shows answers while they stream, and keeps the conversation."""
+"""Chats in a terminal: reads lines, shows answers as they stream, and keeps the conversation."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class AnswerView:
 
 
 def visible(text: str) -> str:
-    """Returns the text without control characters, which a terminal would execute."""
+    """Returns the text without control characters, which a terminal would interpret."""
     return text.translate(_CONTROL)
 
 
@@ -163,7 +163,7 @@ class Chat:
     def run(self, source: TextIO, sink: TextIO, title: str) -> int:
         """Answers lines until ``source`` ends.
 
-        Returns the exit status, which is 1 if a line from a file or pipe failed.
+        Returns the exit status, which is 1 if a line of a file or pipe failed.
         """
         interactive = source.isatty() and sink.isatty()
         if interactive:
@@ -254,7 +254,7 @@ def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO)
 
 
 def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
-    """Asks the user until a name or a number from the list is typed. Raises ClientError at the end of input."""
+    """Asks the user until a name or a number in the list is typed. Raises ClientError at the end of input."""
     for number, name in enumerate(names, 1):
         print(f"{number}  {log_text(name)}", file=sink)
     while (line := _read_line(source, sink, True, "model> ")) is not None:

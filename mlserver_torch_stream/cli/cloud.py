@@ -24,7 +24,7 @@ from mlserver_torch_stream.log_text import log_text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``cloud run`` or ``cloud watch`` and returns the exit status; the command's help lists the statuses."""
+    """Runs ``cloud run`` or ``cloud watch`` and returns the exit status, as the help of the command lists them."""
     arguments = parser().parse_args(list(argv))
     try:
         check(arguments)
@@ -78,7 +78,7 @@ def _run_on_ray(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def run_lane(argv: Sequence[str]) -> int:
     """Runs one lane in one of Ray's processes. If the process dies, Ray runs the lane again in a new one.
 
-    The new process keeps the parts that the lane has already written, and infers the remaining rows.
+    The new process keeps the parts that the lane has already written, and infers the rest.
     """
     from mlserver_torch_stream.cli.cloud_run import run
 

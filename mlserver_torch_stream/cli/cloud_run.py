@@ -46,13 +46,13 @@ Work = Callable[[argparse.Namespace, RunMetrics, "Stopwatch"], Awaitable[int]]
 
 
 class Stopwatch:
-    """Measures the seconds since the model was loaded. The duration of the load is a separate metric."""
+    """Measures the seconds since the model was loaded; the duration of the load is a separate metric."""
 
     def __init__(self) -> None:
         self._began: float | None = None
 
     def start(self) -> None:
-        """Starts the clock; called when the model is loaded."""
+        """Starts the clock, when the model is loaded."""
         self._began = time.monotonic()
 
     def elapsed(self) -> float:

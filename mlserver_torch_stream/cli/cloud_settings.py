@@ -25,9 +25,7 @@ OK, ROWS_FAILED, REFUSED, ENDED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def make_row_request(arguments: argparse.Namespace, *models: str) -> RowRequest:
-    """Returns the description of how rows become requests. A row's ``model`` may be a name in ``models`` or in
-    --served-model-name.
-    """
+    """Returns how rows become requests. A row's ``model`` may be a name in ``models`` or in --served-model-name."""
     media = arguments.url is not None and arguments.api == "openai"
     return RowRequest(arguments.parameters, arguments.chat, media, {*arguments.served_model_name, *models})
 
@@ -77,7 +75,7 @@ def make_limits(arguments: argparse.Namespace, batch_rows: int = 8, batches: int
 
 
 def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
-    """Returns the run. ``model`` is the model's name or location. It is part of the run's identity."""
+    """Returns the run. ``model`` is the model's name or location, which is part of the run's identity."""
     index, count = arguments.worker
     failures = 0 if arguments.fail_fast else arguments.max_failures
     return CloudRun(
@@ -105,7 +103,7 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Returns the options that affect the answers. A run with other values cannot resume the output."""
+    """Returns the options that affect the answers. A run with other values does not resume the output."""
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
     of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
@@ -152,7 +150,7 @@ _TEXT = re.compile(r"[\t\x20-\x7e]*")
 
 
 def hands_objects(arguments: argparse.Namespace) -> bool:
-    """True if the bytes of objects are passed on unchanged to a handler or as a tensor."""
+    """True if the bytes of objects are passed on unchanged, to a handler or as a tensor."""
     return arguments.handler is not None or arguments.api == "torchserve" or arguments.tensor is not None
 
 
@@ -261,7 +259,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
 
 
 def _check_message(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if a chunk or a whole object, with its headers, may be larger than one message to a worker."""
+    """Raises RunRefused if a chunk or a whole object, with its headers, may exceed one message to a worker."""
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     most = MAX_BYTES - _MAX_HEADERS

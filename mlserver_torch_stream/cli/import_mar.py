@@ -79,7 +79,7 @@ def import_mar(
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
-    """Writes the folder completely or not at all: writes a hidden folder in the same place, and renames it when it is
+    """Writes the folder completely or not at all: writes a hidden folder next to it, which is renamed when it is
     complete.
 
     ``copied`` maps file names in the folder to the files to copy. If the folder exists, ``force`` replaces its settings

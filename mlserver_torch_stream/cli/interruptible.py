@@ -19,7 +19,7 @@ class Interrupted(Exception):
 
 
 class LoadInterrupted(Exception):
-    """A signal ended the command while the model was loading."""
+    """A signal ended the command while its model was loading."""
 
 
 def run_to_end(work: Awaitable[T]) -> T:

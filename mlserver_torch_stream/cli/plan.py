@@ -23,7 +23,7 @@ _HOST = "cpu"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints how many sequences fit into the memory of the devices, and returns the exit status."""
+    """Prints how many sequences fit the memory of the devices, and returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
         device = _device(arguments)

@@ -99,7 +99,7 @@ class Announcement:
 
 def _trusting(certificate: str) -> ssl.SSLContext:
     """Returns a context that trusts only the server's own certificate, for any host name, because the server is reached
-    by its IP address.
+    by its address.
     """
     context = tls_context(Path(certificate).read_bytes())
     context.check_hostname = False
@@ -176,9 +176,7 @@ def start_mlserver(folder: str) -> None:
 
 
 def is_repository(folder: Path) -> bool:
-    """Whether the folder contains MLServer's settings or the settings of models, and is not itself the folder of one
-    model.
-    """
+    """Whether the folder has MLServer's settings or settings of models, and is not itself the folder of one model."""
     if (folder / SETTINGS).is_file() or (folder / MODEL_SETTINGS).is_file():
         return True
     is_model = (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
@@ -201,7 +199,7 @@ def _check_embedded(model: str | None) -> None:
 
 
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
-    """Returns the port of each role, from the options or the server's settings; None if neither sets it.
+    """Returns the port of each role, from the options or from the server's settings; None if neither sets it.
 
     The file settings.json overrides environment variables, and options become variables. Therefore PortTaken is raised
     if an option contradicts the file.

@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Writes the models' settings into the folder. Returns the environment variables to set, and lines to show to the
-    user.
+    """Writes the models' settings into the folder. Returns the variables to set, and lines to show to the user.
 
     Raises SettingsError or LoadFailed.
     """

@@ -227,7 +227,7 @@ def error_message(error: Any) -> str:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Returns the header Retry-After in seconds; None if it is missing or contains a date."""
+    """Returns the header Retry-After in seconds; None if it is missing, or a date."""
     try:
         return max(0.0, float(headers["Retry-After"]))
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Turns the answers of servers into the bodies of output rows: OpenAI's objects, or the predictions of handlers."""
+"""Turns the answers of servers into the bodies of output rows: OpenAI's objects, and the predictions of handlers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GenerationBroke(Exception):
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses JSON. NaN and infinities, which servers written in Python send for some log-probabilities, become None.
+    """Parses JSON. NaN and infinities, which servers in Python write for some log-probabilities, become None.
 
     Raises ValueError if the text is not JSON, or if its value is nested too deeply to be written again.
     """
@@ -60,7 +60,7 @@ def _within_levels(value: Any) -> bool:
 
 
 class HttpAnswer(Protocol):
-    """Collects one answer while it arrives. ``body`` sets the token counts if the answer has them.
+    """Collects one answer while it arrives. ``body`` sets the counts of tokens if the answer has them.
 
     Raises ValueError, KeyError, TypeError, IndexError or AttributeError for input that is not an answer.
     """

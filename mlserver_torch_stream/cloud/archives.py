@@ -353,8 +353,8 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
 
 
 class _ZipContent:
-    """Decompresses one member. ``left`` is the number of compressed bytes that have not arrived; ``shown`` says whether
-    they become events.
+    """Decompresses one member. ``left`` is the number of compressed bytes still to come; ``shown`` says whether they
+    become events.
     """
 
     def __init__(self, info: zipfile.ZipInfo) -> None:

@@ -1,7 +1,6 @@
-"""Infers rows with a server over HTTP. Prompts are sent in the V2 protocol or OpenAI's API, objects as predictions or
-tensors.
+"""Infers rows with a server over HTTP: prompts in the V2 protocol or OpenAI's API, objects as predictions or tensors.
 
-A server of this project also accepts whole batches. A row that the server refuses fails, with the server's reason.
+A server of this project also accepts whole batches. A row that the server refuses fails with the server's reason.
 """
 
 from __future__ import annotations

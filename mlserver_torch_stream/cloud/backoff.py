@@ -1,4 +1,4 @@
-"""Retries calls with exponential back-off and jitter, and limits the requests in flight to a server that refuses some.
+"""Retries a call with exponential back-off and jitter, and bounds the requests in flight at a server that refuses some.
 
 ``Retry.pause`` and ``Concurrency`` decide without a clock and without tasks; ``Gate`` makes tasks wait.
 """
@@ -129,7 +129,7 @@ class Concurrency:
 class Gate:
     """Lets as many tasks through at a time as ``concurrency`` allows, in the order of their arrival.
 
-    A task that must run alone waits until all others have left; later tasks then wait until this task has left.
+    A task that must run alone waits until all others have left, and later tasks wait until it has left.
     """
 
     def __init__(self, concurrency: Concurrency) -> None:

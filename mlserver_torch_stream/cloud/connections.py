@@ -28,7 +28,7 @@ def make_connector(limit: int = 100) -> aiohttp.TCPConnector:
 
 
 async def close_session(session: aiohttp.ClientSession) -> None:
-    """Closes the session, and waits until its sockets are closed."""
+    """Closes the session, and waits until its sockets are closed too."""
     await session.close()
     await asyncio.sleep(_CLOSING_S)
 

@@ -174,7 +174,7 @@ class Backend(ABC):
 class RowBackend(Backend):
     """Sends each row in a separate request.
 
-    If the connection breaks at every try of one row while the server answers other rows, only that row fails.
+    If the connection breaks at each try of one row while the server answers other rows, only that row fails.
     """
 
     def __init__(self, endpoint: ServerEndpoint, model: str) -> None:

@@ -37,8 +37,8 @@ def offset_part(topic: str, partition: int, first: int) -> str:
 
 @dataclass
 class Topic:
-    """Infers the records of one topic. A part ends when it has ``part_rows`` rows, or ``part_wait`` seconds after its
-    first row.
+    """Infers the records of one topic. A part ends after ``part_rows`` rows, or ``part_wait`` seconds after its first
+    row.
 
     ``created`` is the creation time in the output rows, in seconds since the epoch; None means the time when the
     output's first consumer began.

@@ -99,7 +99,7 @@ class WriterLease:
             )
 
     async def _take_over(self) -> None:
-        """Replaces the lease of a command that has ended or died. If two commands try this, one succeeds."""
+        """Replaces the lease of a command that has ended or died. If two commands try, one succeeds."""
         data, marks = await self._retry.run(self._output.look, self._name)
         self._refuse_if_alive(data)
         try:

@@ -50,7 +50,7 @@ class EventRefused(Exception):
 
 @dataclass
 class EventListener:
-    """Announces the new objects of ``place`` that are named in events posted to ``host`` and ``port``.
+    """Announces the new objects of ``place`` that are named by events posted to ``host`` and ``port``.
 
     ``records`` says where accepted events are recorded. ``key`` is the secret that an event must carry, as a bearer
     token or as the password of basic authentication; None means that no secret is needed. ``sns`` None means that

@@ -168,7 +168,7 @@ def digest(value: Mapping[str, Any]) -> str:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a phrase for each value that differs. The phrase names the option that sets the value."""
+    """Returns one clause for each value that differs. The clause names the option that sets the value."""
     before, after = dict(_values(was)), dict(_values(now))
     paths = [*after, *(path for path in before if path not in after)]
     return [

@@ -1,6 +1,6 @@
 """Reads notifications of new objects: S3's own, which MinIO sends too, and CloudEvents of Google and Azure.
 
-A notification names objects by bucket and key. ``InputPlace`` selects those that belong to a watcher's input.
+A notification names objects by bucket and key; ``InputPlace`` says which of them belong to a watcher's input.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Lines:
 
 
 def blank(line: bytes | None) -> bool:
-    """True for an empty line, which is not a row."""
+    """True for an empty line, which is no row."""
     return line is not None and not line.strip()
 
 

@@ -1,6 +1,6 @@
 """Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-The tasks run until the reader closes the results. The bounds apply to the rows that have entered and are not delivered
+The tasks live until the reader closes the results. The bounds apply to the rows that have entered and are not delivered
 yet, so that the number and the weight of rows that wait for a slow row are bounded.
 """
 
@@ -65,7 +65,7 @@ class Window(Generic[T]):
         return self._first + len(self._slots) - 1
 
     def settle(self, ticket: int, value: T) -> None:
-        """Stores the result of the item with this ticket. An item has exactly one result."""
+        """Stores the result of the item with this ticket; an item has one result."""
         slot = self._slots[ticket - self._first]
         assert not slot.ready, "settled twice"
         slot.ready, slot.value = True, value

@@ -123,7 +123,7 @@ class ObjectRequest:
         return _BYTES if kind is None or packed is not None or row.chunk is not None else kind
 
     def all_headers(self, row: Row) -> dict[str, str]:
-        """Returns the headers that describe a row's object or chunk, together with the headers of the run."""
+        """Returns the headers that describe a row's object or chunk, and the headers of the run."""
         chunk = row.chunk
         index, offset, last = (0, 0, True) if chunk is None else (chunk.index, chunk.offset, chunk.last)
         place = {} if row.line is None else {"x-object-line": str(row.line)}

@@ -45,7 +45,7 @@ class FailedRow:
 
 @dataclass
 class FailedRowRetry:
-    """Infers failed rows again. ``source`` can read all rows of the run.
+    """Infers failed rows again. ``source`` reads all rows of the run.
 
     ``lost`` has the JSONL objects that could not be read: one failed row stands for all their rows. The output has only
     one place for these rows, so they are not inferred again.
@@ -88,7 +88,7 @@ class FailedRowRetry:
         return True
 
     async def rows(self, failed: Sequence[FailedRow]) -> AsyncGenerator[Row, None]:
-        """Yields a row for each of ``failed``. If an object cannot be read, all its rows get this failure."""
+        """Yields a row for each of ``failed``. If an object cannot be read, all its rows have that failure."""
         for each in failed:
             number = each.index // self.part_rows
             self._missing[number] = self._missing.get(number, 0) + 1

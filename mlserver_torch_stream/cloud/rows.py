@@ -195,7 +195,7 @@ Weigh = Callable[[Row], int | Awaitable[int]]
 
 
 class CloudError(Exception):
-    """A run cannot continue, or an object cannot be read. ``retriable`` means that the same call may succeed later."""
+    """A run cannot go on, or an object cannot be read. ``retriable`` means that the same call may succeed later."""
 
     code = "failed"
     retriable = False

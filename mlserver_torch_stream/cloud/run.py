@@ -1,4 +1,4 @@
-"""Executes one cloud run from its input to its output: plans it, resumes it, writes its parts and records its end.
+"""Runs one cloud run from its input to its output: plans it, resumes it, writes its parts and records its end.
 
 For this module the model is a callable and a description. Runs with different descriptions are different runs.
 """
@@ -188,7 +188,7 @@ async def _refuse_parts(output: Store) -> None:
 async def _begin(planned: RunPlan, output: Store) -> RunPlan:
     """Claims the output for the run and stores the list of objects.
 
-    If another worker has already stored a list, that list is used.
+    If another worker has stored a list before, that list is used.
     """
     run, objects = planned.run, planned.objects
     identity = await claim(output, run.config(), planned.identity.created, run.retry)
@@ -314,7 +314,7 @@ def _check_failures(run: CloudRun, failures: int, result: Result) -> None:
 async def stream(
     run: CloudRun, model: Infer | ServerEndpoint | str, metrics: RunMetrics | None = None
 ) -> AsyncGenerator[Result, None]:
-    """Yields the results of a run that has no output, in order, while objects are still being fetched.
+    """Yields the results of a run without an output, in order, while objects are still being fetched.
 
     ``model`` is a callable that infers a batch, a server's endpoint, or the URL of a server with one model.
     """
@@ -339,7 +339,7 @@ async def write(
     written: Written | None = None,
     stopped: Callable[[], bool] = _never,
 ) -> int:
-    """Writes the missing parts. Returns how many rows in this worker's parts have failed, now or in an earlier command.
+    """Writes the missing parts; returns how many rows in this worker's parts have failed, now or in an earlier command.
 
     ``report`` gets a line about failed rows that cannot be inferred again; ``written`` is called for each part once it
     is durable. Once ``stopped`` returns true, only the rows that were read are written. Raises InUse if another command

@@ -12,7 +12,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row
 
 @dataclass
 class Distribution:
-    """The count, sum, minimum and maximum of whole numbers, like a distribution in Beam."""
+    """The count, sum, minimum and maximum of whole numbers, as in a distribution of Beam."""
 
     count: int = 0
     sum: int = 0
@@ -52,7 +52,7 @@ class BusyTime:
         self.spans[first:last] = [(began, ended)]
 
     def share(self) -> float | None:
-        """Returns the share of busy time, from 0 to 1; None if no row has been inferred."""
+        """Returns the share of busy time, from 0 to 1; None before any row was inferred."""
         whole = self.spans[-1][1] - self.spans[0][0] if self.spans else 0.0
         return sum(ended - began for began, ended in self.spans) / whole if whole > 0 else None
 
@@ -108,7 +108,7 @@ class RunMetrics:
         self.input_bytes += row.size
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all metrics by name, as values that JSON can represent."""
+        """Returns all metrics by name, as values that JSON can hold."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Distribution):

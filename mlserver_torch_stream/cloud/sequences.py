@@ -1,4 +1,4 @@
-"""Sends the chunks of each object to a handler as the requests of one sequence, in order and one at a time.
+"""Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
 For the stages, a row is a whole object here; its chunks are read while it is inferred. If the state of an object's
 sequence is lost, only this object starts again, with a new sequence id.

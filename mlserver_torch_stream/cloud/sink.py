@@ -156,9 +156,7 @@ async def _look(store: Store, number: int, rows: int, retry: Retry) -> _Seen:
 
 
 def _contents(data: bytes, number: int, rows: int) -> tuple[int, dict[str, Any]]:
-    """Returns how many rows a part has, and its last line. A row has one line, or one line for each piece of its
-    answer.
-    """
+    """Returns how many rows a part has, and its last line. A row has one line, or one for each piece of its answer."""
     try:
         records = [json.loads(line) for line in data.splitlines()]
         first = number * rows

@@ -1,4 +1,4 @@
-"""Reads the rows of objects in order: chooses the ranges to fetch, and parses the rows in them.
+"""Reads the rows of objects, in order: chooses the ranges to fetch, and parses the rows in them.
 
 An object that cannot be read is replaced by one row with a failure.
 """

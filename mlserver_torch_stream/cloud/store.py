@@ -1,8 +1,8 @@
 """Lists, reads and writes objects below one URL. It can read ranges of a fixed version, and create an object only if it
 does not exist.
 
-No other module imports the object-store library. Each call is one attempt. The caller retries, because it knows how
-much of a body it has received.
+No other module imports the object-store library. Each call is one attempt; the caller retries, because it knows how
+much of a body it has.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class ReadableStore(Protocol):
 
 
 async def settle() -> None:
-    """Waits until the library's threads have ended. It must be awaited before the end of an event loop that used
-    stores, also after errors.
+    """Gives the library's threads time to end. It must be awaited before the end of an event loop that used stores,
+    also after errors.
     """
     await asyncio.sleep(_GRACE_S)
 
@@ -352,7 +352,7 @@ class Store:
             raise self._as_cloud_error(error, key) from error
 
     def _version(self, meta: Any) -> str:
-        """Returns the version's ETag in the form that If-Match needs, because Azure lists ETags without quotes."""
+        """Returns the version's ETag in the form that If-Match needs: Azure lists ETags without their quotes."""
         etag = meta.get("e_tag")
         if not etag:
             return f"{DATED}{meta['last_modified'].isoformat()}"

@@ -114,7 +114,7 @@ class Tables:
 
 
 class TableBroken(Damaged):
-    """No more rows of a table can be read."""
+    """No further row of a table can be read."""
 
 
 class Record:
@@ -158,7 +158,7 @@ class Record:
             at, begins = end + 1, True
 
     def _quoted(self, text: bytes, at: int) -> int:
-        """Returns the position after the closing quote of a field; -1 if the field continues in the next line."""
+        """Returns the position after the closing quote of a field; -1 if the field goes on in the next line."""
         while (end := text.find(self._quote, at)) >= 0:
             self._cell += text[at:end]
             if not text.startswith(self._quote, end + 1):
@@ -170,7 +170,7 @@ class Record:
 
 
 class RowReader:
-    """Reads the rows of one table, which is an object or a member of an archive.
+    """Reads the rows of one table: an object, or a member of an archive.
 
     ``wanted`` says whether the record that begins in a line is to be read. ``number`` is the line in which the last
     record began. All rows have the index 0. Methods raise Damaged if the compression or the encoding is broken.

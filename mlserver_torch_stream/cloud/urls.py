@@ -94,8 +94,8 @@ def _web_url(text: str) -> URL:
 
 
 def redirected(url: URL, location: str) -> URL:
-    """Returns the URL to which ``url`` redirects. Allowed are HTTPS on any host, and from HTTP to HTTP on the same host
-    and port.
+    """Returns the URL to which ``url`` redirects. HTTPS is allowed on any host, and HTTP only from HTTP on the same
+    host and port.
 
     Therefore a server cannot redirect a run to services without certificates in the run's network, such as a cloud's
     metadata service. Raises RunRefused, whose message contains neither path nor query.
@@ -219,7 +219,7 @@ class UrlStore:
             raise StoreUnavailable(f"{key}: {self._told(error)}") from None
 
     def _told(self, error: Exception) -> str:
-        """Returns the text of an error without the URL, which some of these errors contain."""
+        """Returns the text of an error without the URL, which some of these errors repeat."""
         if isinstance(error, asyncio.TimeoutError):
             return f"nothing came for {self._stall_s:g} s"
         return str(error) if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
@@ -241,7 +241,7 @@ def _refusal(key: str, answer: aiohttp.ClientResponse) -> CloudError | None:
 
 
 def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
-    """Returns the version of the object whose bytes a response contains. Raises RunRefused."""
+    """Returns the version of the object whose bytes an answer has. Raises RunRefused."""
     told = answer.headers.get("Content-Range", "")
     if answer.status == 206 and (match := _RANGE.fullmatch(told)):
         size = int(match[2])

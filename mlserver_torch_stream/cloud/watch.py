@@ -1,4 +1,4 @@
-"""Infers each new object once, when it is announced or found by polling, and writes the result as an object.
+"""Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
 A result's name is derived from the object's key, its version and the configuration, so that an object that is announced
 twice is inferred only once. The result of an archive is a folder with this name, which holds the output of a run over
@@ -63,8 +63,8 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """Infers new objects. At most ``objects`` objects are inferred at a time. Each has the stages of a run, with these
-    ``limits``.
+    """Infers new objects. At most ``objects`` objects are inferred at a time. Each goes through the stages of a run,
+    with these ``limits``.
 
     ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created`` is
     the creation time in the output rows, in seconds since the epoch; None means the time when their object was begun.
@@ -298,7 +298,7 @@ class Poller:
             await asyncio.sleep(self._every)
 
     async def save(self) -> None:
-        """Stores the key up to which all objects are done, so that the next command starts after this key."""
+        """Writes the key up to which all objects are done, so that the next command starts after it."""
         if self._cursor != self._saved:
             cursor = self._cursor
             await self._retry.run(self._output.put, CURSOR, json.dumps({"after": cursor}).encode() + b"\n")

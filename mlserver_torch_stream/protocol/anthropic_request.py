@@ -122,7 +122,7 @@ def _answer(place: str, content: Any) -> dict[str, Any]:
 
 
 def _turn(place: str, role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields one message for each tool result, and one for each group of consecutive texts."""
+    """Yields one message for each result of a tool, and one for each run of consecutive texts."""
     texts: list[str] = []
     for number, block in enumerate(blocks):
         if block["type"] == "text":

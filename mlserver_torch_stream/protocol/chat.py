@@ -104,7 +104,7 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 def check_tools(field: str, value: Any) -> Tools:
-    """Checks that the tools are functions with different names. An empty list is the same as no tools."""
+    """Checks that the tools are functions with different names; an empty list counts as no tools."""
     validate(field, _TOOLS, value)
     names: set[str] = set()
     for position, tool in enumerate(value):
@@ -229,7 +229,7 @@ _REASONING = ("reasoning", "reasoning_content")  # templates read one or the oth
 def check_messages(field: str, value: Any, most: int) -> tuple[Mapping[str, Any], ...]:
     """Validates a list of messages, and joins the parts of each message's content into one string.
 
-    The list must not be empty, and may have at most ``most`` messages and parts. Raises InvalidInput.
+    The list must not be empty, and has at most ``most`` messages and parts. Raises InvalidInput.
     """
     if not isinstance(value, list) or not value:
         raise InvalidInput(field, f"must be a non-empty list of messages, got {shown(value)}")

@@ -35,7 +35,7 @@ _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 def check_finite(field: str, schema: Mapping[str, Any]) -> None:
     """Raises InvalidInput, which names ``field``, if no finite answer matches the schema.
 
-    Only references can make a schema infinite, so it is enough to check each reference's target.
+    Only references can make a schema infinite, so it is enough to check the target of each.
     """
     search = _Search(field, schema)
     for reference in dict.fromkeys(_references(schema)):
@@ -166,7 +166,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's constraints on an answer. Other fields of vLLM's class are accepted only with their default values."""
+    """vLLM's constraints on an answer. Other fields of vLLM's class are accepted with their defaults only."""
 
     json_: JsonGuide | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -227,7 +227,7 @@ def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
 
 
 def guided(kind: str) -> values.Reader:
-    """Makes a reader of vLLM's older parameter for this kind of constraint, such as ``guided_json``."""
+    """Makes a reader of vLLM's older parameter for a kind of constraint, such as ``guided_json``."""
     field = f"guided_{kind}"
 
     def read(value: Any, info: ModelInfo) -> Constraint:

@@ -1,5 +1,4 @@
-"""Translates tools of OpenAI's Responses API that are not plain functions into functions, and translates their calls
-back.
+"""Translates tools of OpenAI's Responses API that are not plain functions into functions, and their calls back.
 
 A custom tool becomes a function with one string argument, ``input``. For a tool in a namespace, the function's name
 includes the namespace.

@@ -71,8 +71,8 @@ def answer_line(
 ) -> dict[str, Any]:
     """Returns the output line of a request that was answered.
 
-    The line's ids are made from ``name``. ``place`` holds additional keys, which OpenAI's lines do not have.
-    ``created``, in seconds since the epoch, is written into the body if the body is an OpenAI object.
+    The line's ids are made from ``name``. ``place`` holds keys that OpenAI's lines do not have. ``created``, in seconds
+    since the epoch, is written into the body if the body is an OpenAI object.
     """
     known = _HEADS.get(str(body.get("object")))
     if known is not None:

@@ -60,7 +60,7 @@ class CompletionBuilder:
     chunk_kind: ClassVar[str]
 
     def usage_chunk(self, usage: TokenCounts) -> dict[str, Any]:
-        """Returns the chunk with the usage, which comes after all other chunks of a stream."""
+        """Returns the chunk with the usage, which follows all choices of a stream."""
         return {**self._head(self.chunk_kind), "choices": [], "usage": usage_of(usage)}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def resolve_sampling(
 def check_defaults(info: ModelInfo) -> None:
     """Raises InvalidInput if the model's defaults are wrong, so that every request without parameters would be refused.
 
-    ``load`` calls it, so that the operator sees the error instead of the clients.
+    ``load`` calls it, so that the operator sees the error and not the clients.
     """
     try:
         resolve_sampling({}, info)
@@ -232,7 +232,7 @@ def build_request(
     details: bool = False,
     streams_echo: bool = False,
 ) -> GenerationRequest:
-    """Builds a request from its prompts and merged parameters.
+    """Builds the request from its prompts and its merged parameters.
 
     ``outputs`` are the values that the request names; if it names none, the reply shows all. ``details`` is a field of
     ``ReplyOptions``. ``streams_echo`` says whether a streamed reply of this spelling can repeat the prompt.
@@ -316,9 +316,7 @@ def _reasoning_arguments(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
 
 
 def _effort_argument(given: Merged, info: ModelInfo) -> Mapping[str, Any]:
-    """Returns the template's arguments for ``reasoning_effort``: the effort or, for a template without efforts, a
-    switch.
-    """
+    """Returns the arguments for ``reasoning_effort``: the effort or, for a template without efforts, a switch."""
     if _EFFORT not in given:
         return {}
     effort = given[_EFFORT].value

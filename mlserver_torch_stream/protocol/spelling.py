@@ -103,7 +103,7 @@ class Spelling(ABC):
         return path["model_name"], path.get("model_version")
 
     def streams(self, body: Mapping[str, Any]) -> bool:
-        """Whether the body asks for a streamed reply. It is called only for paths where the body decides."""
+        """Whether the body asks for a stream. It is called only for paths where the body decides."""
         return body.get("stream") is True
 
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
@@ -118,7 +118,7 @@ class Spelling(ABC):
 
     @abstractmethod
     def decode(self, posted: PostedBody, info: ModelInfo, *, streaming: bool, request_id: str) -> GenerationRequest:
-        """Decodes the body into a request, and checks it against the model's ``info``. Raises InvalidInput."""
+        """Reads the body into a request, checked against the model's ``info``. Raises InvalidInput."""
 
     @abstractmethod
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:

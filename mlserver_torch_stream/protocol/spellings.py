@@ -20,8 +20,8 @@ from mlserver_torch_stream.protocol.v2_reply import V2
 class RestRoute:
     """A REST path and its spellings. The first spelling that accepts a body reads it; the last one accepts every body.
 
-    If ``streaming`` is None, the body says whether the reply is streamed. If the path does not contain
-    ``{model_name}``, the body names the model.
+    If ``streaming`` is None, the body says whether the reply streams. If the path does not contain ``{model_name}``,
+    the body names the model.
     """
 
     path: str

@@ -1,6 +1,6 @@
 """Builds the OpenAPI documents of TorchServe's paths: one for the server, and one for each model.
 
-The operations have TorchServe's names and summaries, so that generated clients keep working.
+Operations have TorchServe's names and summaries, so that generated clients keep working.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _FORMATS = {
 
 
 def has_tensors(body: Mapping[str, Any]) -> bool:
-    """Whether ``inputs`` is V2's list of tensors. A handler's own format may use this name for something else."""
+    """Whether ``inputs`` is V2's list of tensors; a handler's own format may use the name for something else."""
     inputs = body.get("inputs")
     return isinstance(inputs, list) and all(isinstance(each, dict) and "datatype" in each for each in inputs)
 

@@ -126,7 +126,7 @@ def printable(key: str) -> str:
 
 
 def most_elements(max_model_len: int) -> int:
-    """Returns the maximum number of elements of an input, for a model with this context length in tokens."""
+    """Returns the largest number of elements of an input for a model with this context length in tokens."""
     return max(max_model_len, _MAX_ELEMENTS)
 
 

@@ -481,12 +481,12 @@ class HttpProtocol(HttpToolsProtocol):
         return not self.flow.read_paused
 
     def declines(self) -> bool:
-        """Whether the current request offers an upgrade to a protocol that uvicorn does not support."""
+        """Whether the current request offers an upgrade to a protocol that uvicorn does not speak."""
         offered = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
         return offered and not self._should_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends all pipelined requests; uvicorn itself would end only the newest."""
+        """Ends all pipelined requests; uvicorn ends only the newest."""
         for cycle in self._earlier:
             cycle.disconnected = True
             cycle.message_event.set()

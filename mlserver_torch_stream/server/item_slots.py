@@ -57,7 +57,7 @@ class ItemSlots:
             (self._clients.listen if self._listens else self._clients.unlisten)(self.look)
 
     def release(self, turn: ItemTurn) -> None:
-        """Frees the slots of an item that has ended, or removes a waiting item from the queue."""
+        """Frees the slots of an item that has ended, or takes it out of the queue."""
         if turn in self._running:
             self._running.remove(turn)
         elif turn in self._waiting:

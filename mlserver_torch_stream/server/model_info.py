@@ -20,7 +20,7 @@ from mlserver_torch_stream.server.state import ServerState
 
 
 async def read_config(host: ServerHost, state: ServerState, name: str, version: str | None) -> JsonObject:
-    """Returns a model's configuration in Triton's format. Raises MLServerError if there is no such model."""
+    """Returns a model's configuration in Triton's form. Raises MLServerError if there is no such model."""
     metadata = await host.data_plane.model_metadata(name, version)
     return _config(metadata, ours=is_ours(find_model(host.registry, name, version)))
 

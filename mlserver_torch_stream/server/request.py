@@ -1,4 +1,4 @@
-"""A request that arrives at any door of the server, and the model that answers it.
+"""One request, at any door of the server, and the model that answers it.
 
 A door is one of the places where requests arrive: a REST endpoint, a gRPC service, TorchServe's paths. The door reads
 the request, and writes the reply or the refusal. ``Request`` finds and enters the model, keeps the reply, and records
@@ -42,7 +42,7 @@ Context = Callable[[str], ReplyContext]
 
 @dataclass(frozen=True, slots=True)
 class RestRequest:
-    """A request to a REST endpoint whose body has been read but not decoded.
+    """A request to a REST endpoint whose body has been read and not decoded.
 
     ``spelling`` is the spelling of the route that accepts the body.
     """
@@ -100,7 +100,7 @@ class Reply(Protocol):
         """
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """Returns the messages that end every open sequence with ``error``."""
+        """Returns the messages that end each open sequence with ``error``."""
 
     def end(self) -> bytes | None:
         """Returns the data of a final event, such as ``[DONE]``; None if the stream ends with its last message."""
@@ -133,7 +133,7 @@ class PieceReply(Protocol):
     """
 
     def begin(self, more: bool = False) -> object:
-        """Begins the request. ``more`` means that the next request of the same batch follows immediately.
+        """Begins the request. ``more`` says that the next request of the same batch follows at once.
 
         Raises RequestError.
         """
@@ -331,11 +331,11 @@ class Request(Generic[R]):
                 self.close()
 
     def following(self, request_id: str) -> Request[R]:
-        """Makes a ``Request`` for a further message of the same stream."""
+        """Makes the ``Request`` of a further message of the same stream."""
         return Request(self._lifecycle, self.kind, request_id, self.model)
 
     def record(self, error: Exception) -> None:
-        """Reports a refusal to the metrics and the log, unless the reply's observer will do so."""
+        """Reports a refusal to the metrics and the log, unless the reply's observer does so."""
         if self.reply is None and self.model is not None:
             self.model.observers(self.kind).refused(self.request_id, error)
 

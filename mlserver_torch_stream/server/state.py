@@ -2,7 +2,7 @@
 reports.
 
 Runtimes and the model repository, which MLServer creates without passing them an object, call ``server_state``. All
-other code gets the state, or the parts that it needs, as arguments. Two more objects exist once in a process, in rooms
+other code gets the state, or the part that it needs, as an argument. Two more objects exist once in a process, in rooms
 that do not import ``server``: ``engine.shared_pool.PROCESS`` and ``handlers.pool.handler_metrics.HANDLER_METRICS``.
 """
 
@@ -26,9 +26,7 @@ from mlserver_torch_stream.server.options import read_options
 
 
 class ServerState:
-    """The state of a server. A process has only one, because it has one set of signal handlers and one Prometheus
-    registry.
-    """
+    """The state of a server. A process has one, as it has one set of signal handlers and one Prometheus registry."""
 
     def __init__(self) -> None:
         self.options = read_options({})  # read when a REST server is extended

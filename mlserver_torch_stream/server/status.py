@@ -21,9 +21,9 @@ _MAX_DETAILS = 4096
 class StreamStatus(int):
     """A REST status that maps to another gRPC code on a stream than on a unary call.
 
-    Seldon Core 2 interprets UNAVAILABLE on a unary call as "model not loaded" and reloads the model. Therefore 503
-    becomes RESOURCE_EXHAUSTED on unary calls, and UNAVAILABLE on streams. MLServer has only one table for both, so this
-    class is a separate key in the table.
+    Seldon Core 2 interprets UNAVAILABLE on a unary call as "model not loaded" and reloads the model. So 503 becomes
+    RESOURCE_EXHAUSTED on unary calls, and UNAVAILABLE on streams. MLServer has only one table for both, so this class
+    is a separate key in the table.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -72,9 +72,7 @@ def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:
 
 
 def details_that_fit(text: str) -> str:
-    """Returns as much of the text as fits into gRPC metadata, where each byte that is not printable ASCII takes three
-    bytes.
-    """
+    """Returns as much of the text as fits into metadata, where each byte that is not printable ASCII takes three."""
     left = _MAX_DETAILS
     for place, character in enumerate(text):
         plain = " " <= character <= "~" and character != "%"

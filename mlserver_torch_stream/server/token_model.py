@@ -1,4 +1,4 @@
-"""A model that generates tokens. It decodes requests with their spelling, and turns token streams into replies.
+"""A model that generates tokens: it decodes requests in their spelling, and turns token streams into replies.
 
 The first message of a gRPC stream says how to read the further messages.
 """
@@ -79,9 +79,7 @@ class TokenReply:
             self._stream.close()
 
     async def bodies(self) -> AsyncIterator[JsonObject]:
-        """Yields the messages of the stream. For a request with ``stream: false``, yields the whole reply as one
-        message.
-        """
+        """Yields the messages of the stream; for a request with ``stream: false``, the whole reply as one message."""
         if self._request.stream is False:
             yield await self.whole()
             return
@@ -111,7 +109,7 @@ class TokenReply:
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """Returns the messages that end every open sequence with ``error``."""
+        """Returns the messages that end each open sequence with ``error``."""
         return self._encoder.fail(error)
 
     def end(self) -> bytes | None:
@@ -178,7 +176,7 @@ class PromptReply:
         return None
 
     def close(self) -> None:
-        """Does nothing, because work in a thread cannot be stopped."""
+        """Does nothing, because the work of a thread cannot be stopped."""
 
 
 _NOT_FIRST = "prompt is only for the first message of a stream, on MLServer's own gRPC service"
@@ -268,14 +266,12 @@ def find_adapter(registry: MultiModelRegistry, name: str) -> TokenModel | None:
 
 
 def name_of_alias(registry: MultiModelRegistry, options: ServerOptions, name: str) -> str:
-    """Returns the model's name: ``name`` itself if a model has this name, else the name for which it is an alias."""
+    """Returns the model's name: ``name`` itself if a model has it, else the name for which it is an alias."""
     return name if find_model(registry, name, None) is not None else options.model_of_alias(name)
 
 
 def only_model(registry: MultiModelRegistry) -> str:
-    """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one such
-    model.
-    """
+    """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one."""
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
         raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")

@@ -30,8 +30,8 @@ _TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """The result of checking a batch's input. ``problems`` contains the reasons why no item is answered; empty if the
-    input is valid.
+    """The result of checking a batch's input. ``problems`` are the reasons why no item is answered; empty if the input
+    is valid.
     """
 
     items: int = 0

@@ -86,7 +86,7 @@ class BatchRecord:
         return self.status in ("failed", "completed", "expired", "cancelled")
 
     def moved(self, status: Status, **changes: Any) -> BatchRecord:
-        """Returns the record with a new status that begins now."""
+        """Returns the record with a new status, which begins now."""
         return replace(self, status=status, times={**self.times, status: int(time.time())}, **changes)
 
     def dumps(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Runs batches, a few at a time: new batches, and unfinished batches of an earlier process.
+"""Runs batches, a few at a time: new ones, and unfinished ones of an earlier process.
 
 If the store fails, the batch is tried again, and its delivered items are kept.
 """
@@ -155,9 +155,7 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _turn(self, run: BatchRun) -> AsyncIterator[None]:
-        """Waits for one of the turns, and holds it. A cancelled batch does not wait, because none of its items will be
-        answered.
-        """
+        """Waits for one of the turns, and holds it. A cancelled batch does not wait: none of its items is answered."""
         turn = asyncio.Event()
 
         async def take() -> None:

@@ -1,6 +1,6 @@
 """Stores files and the records of batches in one folder or bucket: JSON objects, and the contents of the files.
 
-The methods raise CloudError, or NoSuchObject for an object that is missing.
+The methods raise CloudError, and NoSuchObject for an object that is missing.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Objects(Generic[T]):
     async def page(
         self, limit: int, after: str | None = None, order: str = "desc", purpose: str | None = None
     ) -> dict[str, Any]:
-        """Returns one page as OpenAI's list object. Damaged objects are left out, so that the others can be listed."""
+        """Returns one page as OpenAI's list object. Damaged objects are left out, so that the others are listed."""
         ids = await self.ids()
         if order == "desc":
             ids.reverse()
@@ -225,7 +225,7 @@ class BatchStore(_Objects[BatchRecord]):
     async def change(self, batch_id: str, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord:
         """Applies ``change`` to the current record, stores the result and returns it.
 
-        If another process changes the record at the same time, ``change`` is applied again to the new version.
+        If another process changes the record meanwhile, ``change`` is applied again, to the new version.
         """
         key = batch_id + _SUFFIX
         async with self._changing:

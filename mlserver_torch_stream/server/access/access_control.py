@@ -91,9 +91,7 @@ class ApiKeys:
 
 
 def _digest(key: str) -> bytes:
-    """Hashes a key. All digests have the same length, so the time of a comparison does not depend on the length of the
-    key.
-    """
+    """Hashes a key. All digests have one length, so the time of a comparison does not depend on the key's length."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -95,7 +95,7 @@ async def _abort(messages: AsyncIterator[bytes], context: grpc.aio.ServicerConte
 
 
 def _check_each_message(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
-    """Wraps a stream's handler, so that it reads no further messages once the key has become invalid.
+    """Wraps a stream's handler, so that it reads no more messages once the key is no longer valid.
 
     Requests in flight are still answered; then the call ends with an error.
     """

@@ -2,7 +2,7 @@
 options ask for that.
 
 The class of the repository is a setting of MLServer. MLServer creates the repository before it opens its ports, and
-imports the runtime of a model only after that.
+imports the class of a model only after that.
 """
 
 from __future__ import annotations

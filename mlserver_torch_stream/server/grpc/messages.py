@@ -61,7 +61,7 @@ _UINT64 = (5, 0)
 
 @dataclass(frozen=True, slots=True)
 class RefusedMessage:
-    """Stands for a message on a stream that is refused before its inputs are read."""
+    """Takes the place of a message on a stream that is refused before its inputs are read."""
 
     error: InvalidInput
     id: str

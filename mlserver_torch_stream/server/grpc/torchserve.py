@@ -313,5 +313,5 @@ class InferenceService:
 
 
 def _metadata(context: grpc.ServicerContext) -> dict[str, str]:
-    """Returns the call's metadata, except binary values, which an HTTP header cannot contain."""
+    """Returns the call's metadata without binary values, which a header cannot contain."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

@@ -1,4 +1,4 @@
-"""The messages of Triton's gRPC service that MLServer's service does not have, in a separate descriptor pool.
+"""The messages of Triton's gRPC service that MLServer's service lacks, in a separate descriptor pool.
 
 Triton's and MLServer's messages are in the same protobuf package, ``inference``, so they cannot share the default pool.
 Messages that both services have are the same on the wire, so MLServer's classes are used for them. Field names, numbers

@@ -235,7 +235,7 @@ class Lifecycle:
             await asyncio.wait(stops, timeout=_ENGINE_STOP_TIMEOUT)
 
     async def stop_listeners(self, grace: float) -> None:
-        """Closes our own ports. Running calls have ``grace`` seconds to end."""
+        """Closes our own ports; running calls have ``grace`` seconds to end."""
         await asyncio.gather(*(stop(grace) for stop in self.listeners))
 
     def engine_died(self, model: str, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:

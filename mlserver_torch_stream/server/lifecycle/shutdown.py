@@ -39,7 +39,7 @@ _REST_STOP_TIMEOUT = 0.5
 
 
 class EndedWithError(Exit):
-    """Ends ``mlserver start`` with status 1 after every client has got its answer. The log has the reason."""
+    """Ends ``mlserver start`` with status 1 after every client has its answer. The log has the reason."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -77,7 +77,7 @@ def _stopping(lifecycle: Lifecycle, original: Callable[..., Awaitable[None]]) ->
 
 
 def _without_our_traceback(record: logging.LogRecord) -> bool:
-    """Drops the traceback that MLServer logs if a load fails at its start, because our own line says what to do."""
+    """Drops the traceback that MLServer logs if a load fails at its start; our line says what to do."""
     if record.exc_info and isinstance(record.exc_info[1], ModelNotLoaded):
         record.exc_info = None
     return True

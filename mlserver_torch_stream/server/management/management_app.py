@@ -126,9 +126,7 @@ class ManagementApp:
         await send_refusal(send, status, body, retry_after, reply_headers(request_id))
 
     async def _answer_in_time(self, request: Request) -> Reply:
-        """Answers a request, or refuses it if the port closes before the answer is ready. Raises RequestError or
-        ClientLeft.
-        """
+        """Answers a request, or refuses it if the port closes meanwhile. Raises RequestError or ClientLeft."""
         answering = asyncio.ensure_future(self._answer(request))
         if await is_done_before(answering, self.ending):
             return answering.result()
@@ -184,7 +182,7 @@ class ManagementApp:
 
 
 async def _parameters(request: Request) -> Mapping[str, Any]:
-    """Returns the parameters from the query or from a JSON object in the body. Raises RequestError or ClientLeft."""
+    """Returns the parameters in the query, or in a JSON object in the body. Raises RequestError or ClientLeft."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return request.query_params
     body = await read_body(request.scope, request.receive, _MAX_BODY_BYTES)

@@ -6,9 +6,9 @@ list, so no text of a client becomes a label. If vLLM has the same metric, the n
 
 The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use of the cache, and
 newer versions need ``num_requests_running`` (docs/proposals/003-model-server-protocol in
-kubernetes-sigs/gateway-api-inference-extension). That page calls the latter ``gpu_cache_usage_perc``, which vLLM
-renamed to ``kv_cache_usage_perc`` in 0.9, so both are exported. It requires ``lora_requests_info`` only from servers of
-LoRA adapters. The other names are listed at docs.vllm.ai/en/stable/usage/metrics, where
+kubernetes-sigs/gateway-api-inference-extension). That page calls the use of the cache ``gpu_cache_usage_perc``, which
+vLLM renamed to ``kv_cache_usage_perc`` in 0.9, so both are exported. It requires ``lora_requests_info`` only from
+servers of LoRA adapters. The other names are listed at docs.vllm.ai/en/stable/usage/metrics, where
 ``time_per_output_token_seconds`` is the old name of ``inter_token_latency_seconds``. Their only label is
 ``model_name``, so the values of a model's versions are added up.
 

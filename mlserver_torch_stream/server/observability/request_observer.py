@@ -238,7 +238,7 @@ class ClientLoad:
         self._tell()
 
     def ended(self, model: str, sequences: int, *, answered: bool) -> None:
-        """Called when a request has ended. ``answered`` says whether it had got its first token."""
+        """Called when a request has ended. ``answered`` says whether it had its first token."""
         self.waiting_prompts -= not answered
         self._sequences[model] -= sequences
         if not any(self._sequences.values()):

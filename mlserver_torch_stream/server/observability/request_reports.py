@@ -1,7 +1,7 @@
 """Reports each request as one line of the log and one OpenTelemetry span.
 
 In the log a client's text is quoted as JSON, so that it cannot forge a line or control a terminal. Prompts, answers and
-error messages are left out unless the operator asks for them, because error messages may quote prompts.
+error messages are left out unless the operator asks for them; error messages may quote the other two.
 
 The attributes of a span follow the GenAI semantic conventions (repository open-telemetry/semantic-conventions-genai, in
 development). The conventions have no attribute for the time in the queue, so vLLM's name is used,
@@ -40,7 +40,7 @@ _MAX_CHARS = 128  # characters of a text that a client chooses
 def join_mlservers_log() -> None:
     """Gives our loggers MLServer's level and handlers, unless the operator configures our loggers. Idempotent.
 
-    Without this, only warnings would be shown, because our loggers are not children of the logger ``mlserver``.
+    Without that only warnings would be shown, because our loggers are not below the logger ``mlserver``.
     """
     logging.getLogger(_PACKAGE).parent = logging.getLogger("mlserver")
 

@@ -1,7 +1,7 @@
 """Serves the page at ``/`` and its files. They can be read without an API key, but the requests that the page sends
 need a key.
 
-At ``/`` only GET and HEAD are answered here; other methods are left to other routes.
+On ``/`` only GET and HEAD are answered here; other methods are left to other routes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Implements vLLM's paths that load and unload LoRA adapters while the server runs. A setting switches them on.
 
-Like every other path, they need a key if the server has keys. A folder must be below ``lora_root``, so that a client
-cannot choose arbitrary files of the server. A hub id is accepted unless the hub is switched off.
+Like every path they need a key if the server has keys. A folder must be below ``lora_root``, so that a client cannot
+choose arbitrary files of the server. A hub id is accepted unless the hub is switched off.
 """
 
 from __future__ import annotations

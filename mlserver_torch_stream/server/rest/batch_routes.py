@@ -1,4 +1,4 @@
-"""The routes of OpenAI's files and batches. An uploaded file is stored while it arrives.
+"""The routes of OpenAI's files and batches; an uploaded file is stored as it arrives.
 
 Every error has OpenAI's error object. A file that is too large is refused as soon as this is known, and the remaining
 bytes are not read.

@@ -1,7 +1,7 @@
 """Handles HTTP/1 on the REST port: heads and bodies of requests, whole responses, and clients that disconnect.
 
-ASGI hides the connection. Therefore the outermost layer of MLServer's app, which still sees uvicorn's own objects, puts
-the connection into the scope.
+ASGI hides the connection. So the outermost layer of MLServer's app, which still gets uvicorn's own objects, puts the
+connection into the scope.
 
 Raw bytes of tensors may follow the JSON object; the header ``Inference-Header-Content-Length`` says where they begin.
 """
@@ -56,14 +56,14 @@ def notice_lag_early(scope: Scope) -> None:
 
 
 def abort(scope: Scope) -> None:
-    """Drops the connection and all unsent bytes. A normal close would wait until the client has read those bytes."""
+    """Drops the connection and all unsent bytes. A normal close would wait until the client has read them."""
     transport = scope.get(_KEY)
     if transport is not None:
         reset(transport)
 
 
 def reset(transport: Any) -> None:
-    """Closes a connection with a TCP reset, so that the client sees a broken stream instead of a normal end."""
+    """Closes a connection with a TCP reset, so that the client sees a broken stream and not a normal end."""
     _set_option(transport, socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     transport.abort()
 
@@ -331,7 +331,7 @@ def split_binary(headers: Headers, body: bytes) -> tuple[bytes, bytes]:
 
 
 def as_length(declared: str) -> int | None:
-    """Parses a number of bytes. Returns None if the text is not a number, or has more than 20 significant digits."""
+    """Parses a number of bytes; returns None if the text is not one, or has more than 20 significant digits."""
     match = _LENGTH.fullmatch(declared)
     return None if match is None else int(match[1])
 
@@ -386,7 +386,7 @@ class _Plain:
 
 
 class _Gzip(_Plain):
-    """Decompresses a gzip body, and never holds more bytes than the bound and one more.
+    """Decompresses a gzip body, and never holds more than the bound plus one byte.
 
     The same bound applies to the compressed body, because many empty members decompress to nothing.
     """

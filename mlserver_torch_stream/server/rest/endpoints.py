@@ -333,7 +333,7 @@ class SelectiveRoute(Route):
     405.
 
     If ``methods`` is None, the route accepts every method if the endpoint is an ASGI application, else only GET. The
-    fixed beginning of the path is compared before its pattern is matched, because a server has dozens of patterns.
+    fixed beginning of a path is compared before its pattern, because a server has dozens of patterns.
     """
 
     of_models = False

@@ -1,12 +1,12 @@
 """Answers the batches of ``cloud run``. One HTTP exchange, ``POST /v2/models/{model}/batch``, serves the whole run.
 
-The request and the response are streams of frames, each a JSON header and bytes. A batch is a frame with the number
-``batch`` of the batch and the count ``items`` of its items, followed by one frame for each item. The answer to a batch
-has the same form, in the order of the items, and is sent when all items are answered. The items of a token model are
-bodies of OpenAI's API, which are generated independently; the items of a handler are one batch of the handler. An item
-that belongs to a sequence is a separate batch, and its field ``sequence`` has V2's parameters of the sequence. A frame
-with ``cancel`` ends a batch. An invalid body is answered with 400; after the first batch, the connection is closed
-instead. ``GET`` describes the model's workers.
+The request and the response are streams of frames, each a JSON header and bytes. A batch is a frame with ``batch``, the
+batch's number, and ``items``, the number of its items, followed by one frame for each item. The answer to a batch has
+the same form, in the order of the items, and is sent when all items are answered. The items of a token model are bodies
+of OpenAI's API, which are generated independently; the items of a handler are one batch of the handler. An item that
+belongs to a sequence is a separate batch, and its field ``sequence`` has V2's parameters of the sequence. A frame with
+``cancel`` ends a batch. An invalid body is answered with 400; after the first batch, the connection is closed instead.
+``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class _StatusSet(RequestError):
 
 
 async def _gather(answers: Sequence[Any]) -> list[bytes]:
-    """Awaits all answers concurrently. If one raises or the caller is cancelled, all are cancelled."""
+    """Awaits all answers concurrently; if one raises, or the caller is cancelled, all are cancelled."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))

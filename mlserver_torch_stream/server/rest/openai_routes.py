@@ -106,13 +106,13 @@ _KSERVE_V1 = re.compile(r"/v1/models/(.+):(predict|explain)")
 def add_fallback_routes(host: ServerHost) -> None:
     """Adds the answers to unknown paths.
 
-    Called once for a server, before all other routes are added, because routes that are added later match first.
+    Called once for a server, before any other route is added, because routes that are added later match first.
     """
     host.add_routes([_UnknownRoute(prefix, host.router, host.registry) for prefix in OPENAI_PREFIXES])
 
 
 class _UnknownRoute(SelectiveRoute):
-    """Answers paths below its prefix that no other route matches."""
+    """Answers paths below its prefix that no other route has."""
 
     def __init__(self, prefix: str, router: Router, registry: MultiModelRegistry) -> None:
         super().__init__(f"{prefix}/{{rest:path}}", self._answer)

@@ -68,7 +68,7 @@ class TokenPredictions:
         }
 
     async def serve(self, path: PredictionPath, model: TokenModel, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes one request to the endpoint of OpenAI's API that its path names. Raises RequestError."""
+        """Answers one request with the endpoint of OpenAI's API that its path names. Raises RequestError."""
         endpoint = self._endpoints.get(path.rest)
         if path.rest == _MODELS:
             shown = {"object": "list", "data": [shown_model(model)]}
