@@ -31,7 +31,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of a function call. ``index`` numbers the calls of an answer from 0.
+    """A part of one call of a function. ``index`` numbers the calls of an answer from 0.
 
     The first part of a call has its ``id`` and its ``name``. The ``arguments`` of all its parts join to JSON text.
     """

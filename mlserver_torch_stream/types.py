@@ -168,7 +168,7 @@ class GenerationRules:
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """The parts of the reply, besides the text, that the client asked for."""
+    """The parts of the reply that the client asked for, apart from the text."""
 
     finish_reason: bool = True
     num_input_tokens: bool = True

@@ -62,7 +62,7 @@ _CANCELLATION: contextvars.ContextVar[Cancellation] = contextvars.ContextVar("ca
 
 
 def cancellation() -> Cancellation:
-    """Returns the cancellation of this thread's work."""
+    """Returns the cancellation of the work that this thread does."""
     return _CANCELLATION.get(None) or Cancellation()
 
 

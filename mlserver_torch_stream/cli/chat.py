@@ -83,7 +83,7 @@ class AnswerView:
             self._show_call(call)
 
     def end(self) -> None:
-        """Resets the terminal's style, even if the answer was stopped."""
+        """Resets the terminal's style, also after an answer that was stopped."""
         if self._call is not None:
             self._sink.write(")")
         if self._dim:

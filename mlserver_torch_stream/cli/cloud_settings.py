@@ -103,7 +103,7 @@ def make_run(arguments: argparse.Namespace, model: str) -> CloudRun:
 
 
 def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Returns the options that affect the answers. A run with other values does not resume the output."""
+    """Returns the options on which answers depend. A run with other values does not resume the output."""
     by = "handler" if arguments.handler else "engine" if arguments.url is None else arguments.api
     shaping = {"parameters": arguments.parameters, "chat": arguments.chat, "extra": arguments.extra}
     of_objects = {} if arguments.tensor is None else {"tensor": arguments.tensor}
@@ -162,7 +162,7 @@ def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
 
 
 def tables(arguments: argparse.Namespace) -> Tables:
-    """Returns the settings for reading tables and archives. Raises RunRefused.
+    """Returns how tables and archives are read. Raises RunRefused.
 
     A handler or a tensor gets the unchanged archive, unless an option asks for its members.
     """
@@ -180,7 +180,7 @@ def tables(arguments: argparse.Namespace) -> Tables:
 
 
 def chunking(arguments: argparse.Namespace) -> Chunking:
-    """Returns the settings for cutting whole objects into chunks."""
+    """Returns how whole objects are cut into chunks."""
     joined, most = arguments.rows == "object", arguments.whole_bytes or WHOLE_BYTES
     return Chunking(arguments.chunk_bytes, joined, most, arguments.sequences)
 

@@ -25,7 +25,7 @@ class LoadInterrupted(Exception):
 def run_to_end(work: Awaitable[T]) -> T:
     """Runs ``work`` on a new event loop, and returns its result; SIGINT and SIGTERM cancel it.
 
-    Raises Interrupted after a signal, and any exception that ``work`` raises.
+    Raises Interrupted after a signal, and every exception of ``work``.
     """
 
     async def guarded() -> T:

@@ -80,7 +80,7 @@ def _serve(folder: str) -> int:
 
 
 def _sizes(models: Sequence[ModelSettings]) -> dict[str, int]:
-    """Returns, by model, the number of ranks over which the model is split. Models with wrong settings are left out."""
+    """Returns, by model, the number of ranks that it is split over. Models with wrong settings are left out."""
     from mlserver_torch_stream.errors import SettingsError
     from mlserver_torch_stream.loading import resolve
     from mlserver_torch_stream.server.host import source_of

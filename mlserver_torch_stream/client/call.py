@@ -24,7 +24,7 @@ class GenerationCall:
 def generation_call(
     model: str, prompt: str | Sequence[str] | None, messages: Messages | None, parameters: Mapping[str, Any]
 ) -> GenerationCall:
-    """Returns the call; parameters that are None are left out. Raises ValueError unless exactly one of ``prompt`` and
+    """Returns the call, without the parameters that are None. Raises ValueError unless exactly one of ``prompt`` and
     ``messages`` is given.
     """
     if (prompt is None) == (messages is None):
@@ -112,7 +112,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 
 
 def unreadable(error: Exception) -> StreamBroken:
-    """Returns the error for an answer that violates the protocol."""
+    """Returns the error for an answer that breaks the protocol."""
     return StreamBroken(f"the server's answer cannot be read: {type(error).__name__}: {error}")
 
 

@@ -62,7 +62,7 @@ def _within_levels(value: Any) -> bool:
 class HttpAnswer(Protocol):
     """Collects one answer while it arrives. ``body`` sets the counts of tokens if the answer has them.
 
-    Raises ValueError, KeyError, TypeError, IndexError or AttributeError for input that is not an answer.
+    Input that is not an answer raises ValueError, KeyError, TypeError, IndexError or AttributeError.
     """
 
     prompt_tokens: int
@@ -80,7 +80,7 @@ class HttpAnswer(Protocol):
 
 @dataclass
 class OpenAIAnswer:
-    """An answer in the format of OpenAI's API. Unknown fields are kept."""
+    """An answer of OpenAI's API; unknown fields are kept."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

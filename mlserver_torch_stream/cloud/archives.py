@@ -76,7 +76,7 @@ class SlicedGunzip(Gunzip):
 
 
 class Unzstd:
-    """Decompresses zstd. Consecutive frames form one stream."""
+    """Decompresses zstd. Several frames one after another are one stream."""
 
     def __init__(self) -> None:
         """Raises Damaged if the library is missing."""
@@ -121,7 +121,7 @@ def decompressor(compression: str | None) -> Decompressor:
 class Tar:
     """Reads the members of a tar archive in the POSIX (pax), GNU or an older format.
 
-    Folders are skipped. Links, devices and sparse files are members with ``trouble``.
+    Folders are skipped. A link, a device or a sparse file is a member with ``trouble``.
     """
 
     def __init__(self) -> None:
@@ -314,7 +314,7 @@ class Zip:
             raise Damaged("is a zip archive that ends too early")
 
     def _seek(self, data: bytes) -> Generator[Event, None, bytes]:
-        """Reads up to the content of the next member, and returns the remaining bytes."""
+        """Reads up to the content of the next member; returns the bytes that are left."""
         info = self._members[self._number + 1]
         if not self._local and self._at > info.header_offset:
             raise Damaged("is not zip: members overlap")

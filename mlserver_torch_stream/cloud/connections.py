@@ -23,7 +23,7 @@ class _Socket(socket.socket):
 
 
 def make_connector(limit: int = 100) -> aiohttp.TCPConnector:
-    """Returns a connector for a session with at most ``limit`` connections."""
+    """Returns the connector of a session that has at most ``limit`` connections."""
     return aiohttp.TCPConnector(limit=limit, socket_factory=_socket)
 
 

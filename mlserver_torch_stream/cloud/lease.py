@@ -92,7 +92,7 @@ class WriterLease:
                 await asyncio.wait_for(self._output.put(self._name, self._text(ended=True)), _END_S)
 
     def require(self) -> None:
-        """Raises ObjectChanged if another command has taken over the output."""
+        """Raises ObjectChanged once another command has taken the output over."""
         if self._lost:
             raise ObjectChanged(
                 f"{self._output.url}: another command writes to it now, because this command was silent for too long"

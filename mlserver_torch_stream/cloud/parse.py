@@ -38,7 +38,7 @@ class Lines:
         self._keep(rest)
 
     def end(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yields the last line if it does not end with a newline."""
+        """Yields the last line, if no newline ends it."""
         if self._length:
             yield self._line()
 
@@ -161,7 +161,7 @@ MAX_ANSWER_BYTES = 64 * 2**20
 class ChunkJoin:
     """Joins the results of an object's chunks. Other results pass through.
 
-    If one chunk fails, the row of its object fails.
+    If one chunk fails, its object's row fails.
     """
 
     def __init__(self, most_bytes: int = MAX_ANSWER_BYTES) -> None:
@@ -183,7 +183,7 @@ class ChunkJoin:
 
 @dataclass
 class _JoinedAnswer:
-    """The answers so far to the chunks of one object. ``size`` is the number of bytes of the chunks."""
+    """The answers to the chunks of one object so far. ``size`` is the number of bytes of the chunks."""
 
     size: int = 0
     body: Mapping[str, Any] = field(default_factory=dict)

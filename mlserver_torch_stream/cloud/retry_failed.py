@@ -39,7 +39,7 @@ class FailedRow:
 
     @property
     def place(self) -> Place:
-        """The row's place in its object, as in the input row."""
+        """The row's place in its object, as its input row has it."""
         return None if self.member is None else self.member.index, self.line, self.chunk
 
 

@@ -219,7 +219,7 @@ class StoreUnavailable(CloudError, code="unavailable", retriable=True):
 
 
 class ObjectMissing(CloudError, code="missing"):
-    """There is no object with this key."""
+    """There is no object under the key."""
 
 
 class AccessDenied(CloudError, code="denied"):

@@ -86,7 +86,7 @@ class RunMetrics:
     def batch_inferred(self, rows: Sequence[Row], outcomes: Sequence[Outcome], began: float, now: float) -> None:
         """Counts a batch that was inferred.
 
-        A batch that is cancelled, for example because the run ends early, counts neither as inferred nor as failed.
+        A cancelled batch, as at the early end of a run, counts neither as inferred nor as failed.
         """
         self.num_inferences += sum(outcome.failure is None or not outcome.failure.shared for outcome in outcomes)
         self.inference_request_batch_size.update(len(rows))

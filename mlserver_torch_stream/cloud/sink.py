@@ -72,7 +72,7 @@ class PartSink:
         return True
 
     async def end(self) -> None:
-        """Writes the last part of the input, if there are remaining rows."""
+        """Writes the input's last part, if rows are left."""
         if not self._lines:
             return
         part, failed = b"".join(self._lines), b"".join(self._failed)

@@ -179,7 +179,7 @@ class Source:
     def _chunk_ranges(
         self, ordinal: int, listed: Listed, kind: Kind, first: int, index: int | None, wanted: Wanted
     ) -> Iterator[ObjectRange]:
-        """Yields the ranges that begin with chunk ``first``.
+        """Yields the ranges from chunk ``first`` on.
 
         ``index`` is the index of that chunk's row; None means that it is not known.
         """
@@ -429,7 +429,7 @@ class _Object:
         return self.key if chunk.joined else f"{self.key}#{chunk.index}"
 
     def _many(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
-        """Yields the rows of a table or of an archive's members."""
+        """Yields the rows of a table, or of the members of an archive."""
         try:
             if self.broken is not None:
                 raise self.broken

@@ -397,7 +397,7 @@ async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
 
 
 def _take_lock(file: int) -> bool:
-    """Returns False if another process has the lock. Returns True on network file systems without locks."""
+    """Returns False if another process has the lock. On network file systems without locks it returns True."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -118,7 +118,7 @@ class TableBroken(Damaged):
 
 
 class Record:
-    """Reads one CSV record line by line. ``fields`` has the bytes of each field that has been read completely."""
+    """Reads one CSV record, line after line. ``fields`` has the bytes of each field that has been read completely."""
 
     def __init__(self, delimiter: bytes, quote: bytes) -> None:
         self._delimiter = delimiter
@@ -320,7 +320,7 @@ class RowReader:
         return self._chosen(number, values)
 
     def _made(self, number: int, line: bytes | None) -> Row:
-        """Returns a row whose body is the JSON object in the line."""
+        """Returns a row whose body is the line, a JSON object."""
         if self._tables.data:
             return self._data_row(number, line, _JSON)
         where = f"{self._where}:{number}"

@@ -98,7 +98,7 @@ def redirected(url: URL, location: str) -> URL:
     host and port.
 
     Therefore a server cannot redirect a run to services without certificates in the run's network, such as a cloud's
-    metadata service. Raises RunRefused, whose message contains neither path nor query.
+    metadata service. Raises RunRefused, whose message has no path and no query.
     """
     try:
         target = url.join(_web_url(location))

@@ -130,9 +130,7 @@ class MessagesStream:
         return {"type": f"content_block_{kind}", "index": len(self._blocks) - 1, **more}
 
     def _counts(self) -> JsonObject:
-        """Returns ``usage``. As in Anthropic's API, ``input_tokens`` does not count the tokens that came from the
-        prefix cache.
-        """
+        """Returns ``usage``. As in Anthropic's API, ``input_tokens`` leaves out tokens from the prefix cache."""
         cached = self._usage.cached_tokens
         return {
             "input_tokens": self._usage.prompt_tokens - cached,

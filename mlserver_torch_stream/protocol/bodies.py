@@ -42,7 +42,7 @@ _OWN_WORDS = {"dict_type": _OBJECT, "model_type": _OBJECT, "bool_type": "must be
 
 
 class ElementBudget:
-    """Bounds the number of list elements that are validated in one value, because each element takes microseconds."""
+    """Bounds how many list elements of one value are validated, since each takes microseconds."""
 
     def __init__(self, most: int) -> None:
         self.most = most

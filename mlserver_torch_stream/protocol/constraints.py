@@ -1,6 +1,6 @@
 """Reads the constraint on a request's answers, and checks JSON schemas.
 
-A schema is refused here if no finite answer matches it. The engine's compiler refuses what it does not implement.
+A schema that no finite answer matches is refused here. The engine's compiler refuses what it does not implement.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def function_name(name: str, namespace: str | None) -> str:
 
 
 def without_hosted(body: Mapping[str, Any], known: Collection[str | None]) -> tuple[Mapping[str, Any], list[str]]:
-    """If the server ignores unknown parameters, removes the tools whose types are not in ``known``.
+    """Removes the tools whose types are not in ``known``, if the server ignores unknown parameters.
 
     Returns the body, and the names of the removed tools.
     """

@@ -151,7 +151,7 @@ _SAID_ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "object"}
 class ChunkFold:
     """Joins the chunks of a stream into the whole answer.
 
-    Raises KeyError, TypeError or AttributeError for an object that is not a chunk.
+    An object that is not a chunk raises KeyError, TypeError or AttributeError.
     """
 
     def __init__(self) -> None:

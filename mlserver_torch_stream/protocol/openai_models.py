@@ -57,7 +57,7 @@ _TYPES = {str: Text, dict: JsonObject, bool: bool}
 if TYPE_CHECKING:
 
     class _OfEveryBody(Body):
-        """The parameters that do not affect any answer, and the parameters that are not implemented."""
+        """The parameters on which no answer depends, and the parameters that are not implemented."""
 else:
     _OfEveryBody = create_model(
         "_OfEveryBody",

@@ -122,7 +122,7 @@ class ChatStream(OpenAIStream):
 
 
 class CompletionStream(OpenAIStream):
-    """The chunks of a completion. It counts the characters of each choice's tokens, for ``text_offset``."""
+    """The chunks of a completion. The characters of each choice's tokens are counted, for ``text_offset``."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._completion = TextCompletion(request.request_id, context.model_name, context.created)

@@ -127,7 +127,7 @@ def check_defaults(info: ModelInfo) -> None:
 
 
 def read_defaults(info: ModelInfo) -> Merged:
-    """Validates and returns the model's default sampling parameters."""
+    """Returns the model's default sampling parameters, validated."""
     pairs = [(key, value) for key, value in info.default_sampling.items() if key != "do_sample"]
     try:
         return _read_level(pairs, info)
@@ -202,7 +202,7 @@ def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
 
 
 def _logprobs(given: Merged, default: Merged, needed: bool) -> tuple[bool, int]:
-    """Returns whether the reply shows log-probabilities, and the number of alternatives.
+    """Returns whether log-probabilities are shown, and the number of alternatives.
 
     If the request's ``logprobs`` is false or a number, it overrides a default ``top_logprobs``.
     """

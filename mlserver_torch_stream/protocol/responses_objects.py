@@ -145,7 +145,7 @@ class OutputItem(ABC):
 
 
 class _TextualItem(OutputItem):
-    """An item whose content is a single text part."""
+    """An item whose content is one part, a text."""
 
     part_kind: str
 

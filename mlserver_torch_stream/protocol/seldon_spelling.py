@@ -44,7 +44,7 @@ class SeldonChat(V2Tensors):
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """Returns status and body: V2's ``error``, and OpenAI's error object in the tensor ``output_all``.
 
-        If the body had no ``outputs``, the proxy would send an empty answer with status 500.
+        For a body without ``outputs`` the proxy would send an empty answer with status 500.
         """
         status, body = super().refusal(error)
         message, field = error.message, error.field

@@ -147,7 +147,7 @@ class PromptCodec(Protocol):
         """Returns the text of the ids, without special tokens if ``skip_special_tokens`` is true."""
 
     def token_strings(self, ids: Sequence[int]) -> Sequence[str]:
-        """Returns the tokenizer's vocabulary entries for the ids."""
+        """Returns the ids' entries in the tokenizer's vocabulary."""
 
 
 class PromptSpelling(ABC):
@@ -339,7 +339,7 @@ class StreamProgress:
 
 
 def totals(usage: UsageCounter) -> dict[str, int]:
-    """Returns the counts and times, which are only in the last message."""
+    """Returns the counts and times that only the last message has."""
     return {
         "usage_prompt_tokens": usage.prompt_tokens,
         "usage_completion_tokens": usage.completion_tokens,

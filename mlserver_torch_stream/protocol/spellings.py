@@ -1,6 +1,6 @@
 """The table of REST paths. The spellings of a path are tried in order.
 
-A new spelling needs a row here. A runtime may add rows in its attribute ``rest_routes``.
+A new spelling gets a row here; a runtime may have rows of its own in its attribute ``rest_routes``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mlserver_torch_stream.protocol.v2_reply import V2
 class RestRoute:
     """A REST path and its spellings. The first spelling that accepts a body reads it; the last one accepts every body.
 
-    If ``streaming`` is None, the body says whether the reply streams. If the path does not contain ``{model_name}``,
-    the body names the model.
+    If ``streaming`` is None, the body says whether the reply streams. On a path without ``{model_name}`` the body names
+    the model.
     """
 
     path: str

@@ -150,7 +150,7 @@ async def _open_grpc_services(host: ServerHost, state: ServerState, options: Ser
 
 
 def add_routes(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
-    """Adds all routes of this package that do not depend on a model. Called once for a server."""
+    """Adds all routes of this package that need no model. Called once for a server."""
     metrics.install(host, options, state.token_metrics, state.weights_metrics, state.sinks)
     openai_routes.add_fallback_routes(host)
     health.add_routes(host, state.lifecycle)

@@ -100,7 +100,7 @@ def wrap(hook: Hook, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
 
 
 def is_wrapped(hook: Hook) -> bool:
-    """Whether a method of MLServer has already been wrapped."""
+    """Whether a method of MLServer is wrapped already."""
     owner, name = hook.value
     return _WRAPPED in vars(getattr(owner, name))
 
@@ -230,7 +230,7 @@ class ServerHost:
         return options
 
     def grpc_listener(self) -> aio.Server | None:
-        """MLServer's gRPC listener, which is already running; None if the registry was not created by an MLServer.
+        """MLServer's gRPC listener, which runs already; None if no MLServer has created this registry.
 
         The REST server has no reference to the listener. It is found through the registry, which holds a callback of
         the MLServer.
@@ -285,7 +285,7 @@ def versioned(versions: SingleModelRegistry) -> list[MLModel]:
 
 
 def set_default(versions: SingleModelRegistry, model: MLModel | None) -> None:
-    """Makes a model the default version of its name. None removes the default."""
+    """Makes a model the default version of its name; with None there is no default."""
     versions._default = model
 
 

@@ -1,6 +1,6 @@
 """Describes a model to Triton's clients: its tensors, its configuration and its statistics.
 
-Settings of Triton that do not exist in MLServer are left out.
+Triton's settings that MLServer does not have are left out.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Reply(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The id that the client gave the request; else the id that the server gave it."""
+        """The client's id of the request, or else the id that the server has given it."""
 
     @property
     def keep_alive(self) -> bytes:
@@ -139,7 +139,7 @@ class PieceReply(Protocol):
         """
 
     async def whole(self) -> bytes:
-        """Returns the bytes of all pieces, joined. Raises RequestError."""
+        """Returns the joined bytes of all pieces. Raises RequestError."""
 
     def pieces(self) -> AsyncGenerator[Any, None]:
         """Yields each ``Piece`` as it arrives. Raises RequestError."""
@@ -225,7 +225,7 @@ class ServedModel(ABC):
         """
 
     def describe_workers(self) -> dict[str, Any]:
-        """Describes the model's workers in the format of TorchServe's management API. Raises NotServing."""
+        """Describes the model's workers as TorchServe's management API does. Raises NotServing."""
         return {"workers": []}
 
 

@@ -82,7 +82,7 @@ class OutputFile:
 
     @property
     def file_id(self) -> str | None:
-        """The file's id; None until a line has been written."""
+        """The file's id; None as long as no line was written."""
         return None if self._upload is None else self._id
 
     async def write(self, lines: list[_Line]) -> None:
@@ -106,7 +106,7 @@ async def write_output_files(
     retry: Retry,
     missing: Callable[[int], AsyncGenerator[bytes, None]],
 ) -> tuple[OutputFile, OutputFile]:
-    """Writes a file with the answers and a file with the errors, and returns both. Raises CloudError.
+    """Writes and returns the file of the answers and the file of the errors. Raises CloudError.
 
     ``missing`` yields the output lines from a given number on; they are not in any part.
     """

@@ -102,7 +102,7 @@ class BatchRecord:
             raise RunRefused("the record of a batch was not written by this program") from None
 
     def shown(self) -> dict[str, Any]:
-        """Returns OpenAI's object, which has a time for each status except ``validating``."""
+        """Returns OpenAI's object, in which each status but ``validating`` has its own time."""
         errors = [asdict(problem) for problem in self.problems]
         return {
             "id": self.id,

@@ -268,7 +268,7 @@ class BatchRun:
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
     """Returns the result, or raises the error, of the coroutine that ends first, and cancels the others.
 
-    If several end at the same time, the first one in the arguments counts.
+    If several end together, the first of them in the arguments counts.
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

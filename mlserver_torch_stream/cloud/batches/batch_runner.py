@@ -1,6 +1,6 @@
 """Runs batches, a few at a time: new ones, and unfinished ones of an earlier process.
 
-If the store fails, the batch is tried again, and its delivered items are kept.
+A batch whose store fails is tried again; its delivered items are kept.
 """
 
 from __future__ import annotations

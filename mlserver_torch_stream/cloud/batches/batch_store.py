@@ -59,7 +59,7 @@ class StoreFull(RequestError):
 
 @contextmanager
 def translating_store_errors() -> Iterator[None]:
-    """Turns a store's error into a RequestError. The details are logged, but not sent to the client."""
+    """Turns a store's error into a RequestError. The log gets the details; the client does not."""
     try:
         yield
     except StorageFull as error:

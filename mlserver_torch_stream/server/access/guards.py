@@ -1,4 +1,4 @@
-"""Refuses HTTP requests and gRPC calls that have no valid key, and sets the certificate of gRPC ports.
+"""Refuses HTTP requests and gRPC calls without a valid key, and gives gRPC ports their certificate.
 
 A gRPC call is refused before its first message is read. On a stream each message is checked like a separate request.
 """

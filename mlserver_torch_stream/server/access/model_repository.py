@@ -57,8 +57,7 @@ class GuardedModelRepository(SchemalessModelRepository):
         patches.install_at_start(GuardedModelRepository, state)
 
     async def list(self) -> list[ModelSettings]:
-        """Returns the settings of every model below the folder. If no file is found, returns the settings in
-        environment variables.
+        """Returns the settings of every model below the folder; if there is no file, those in environment variables.
 
         A model whose settings cannot be read is listed too, so that its load fails with the reason.
         """

@@ -69,7 +69,7 @@ class RefusedMessage:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedMessage:
-    """Stands for a message that is already converted. It has the fields that MLServer reads."""
+    """Takes the place of a message that is already converted; it has the fields that MLServer reads."""
 
     payload: InferenceRequest
     model_name: str
@@ -142,7 +142,7 @@ def _is_large(request: pb.ModelInferRequest) -> bool:
 
 
 def _check_counts(request: pb.ModelInferRequest) -> None:
-    """Raises InvalidInput for a message whose conversion by MLServer would take seconds."""
+    """Raises InvalidInput for a message that MLServer would convert for seconds."""
     check_count("inputs", len(request.inputs), MAX_TENSORS, "tensors")
     check_count("outputs", len(request.outputs), MAX_TENSORS, "tensors")
     check_count(_RAW, len(request.raw_input_contents), MAX_TENSORS, "entries")

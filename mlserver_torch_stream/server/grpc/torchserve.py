@@ -204,7 +204,7 @@ class GrpcPrediction(Request[PieceReply]):
         return [self._response(error=self.refuse(error))]
 
     def _read(self) -> None:
-        """Parses the message and finds the model that it names. Raises RequestError."""
+        """Parses the message and finds its model. Raises RequestError."""
         try:
             self._request.ParseFromString(self._message)
         except DecodeError as error:

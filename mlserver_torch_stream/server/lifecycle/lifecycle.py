@@ -26,7 +26,7 @@ class OneTimeEvent:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def set(self) -> None:
-        """Sets the event, and wakes all waiting tasks. Idempotent."""
+        """Sets the event, and wakes all that wait for it. Idempotent."""
         self.is_set = True
         for waiter in self._waiters:
             if not waiter.done():

@@ -30,8 +30,7 @@ _OWN_FILES = "/proc/self/fd"
 def check(host: ServerHost, options: ServerOptions) -> None:
     """Ends the process with status 1 if the server is starting and cannot listen on one of its ports.
 
-    The process ends at once, because uvicorn would print a traceback for each listener. No request is running at that
-    time.
+    The process is ended at once, because uvicorn would print a traceback for each listener, and no request runs yet.
     """
     problem = port_problem(host.settings, options) if host.is_starting else None
     if problem is not None:

@@ -36,7 +36,7 @@ Found = list[Any]  # ModelSettings; an alias, because the class below has a meth
 
 
 class RegisteredRepository(ModelRepository):  # type: ignore[misc]
-    """A repository that contains the models of ``original`` and those that the management API has registered."""
+    """A repository with the models that the management API has registered and the models of ``original``."""
 
     def __init__(self, original: ModelRepository) -> None:
         self._original = original
@@ -90,7 +90,7 @@ class ManagedModels:
         return {model.name: self._url(model) for model in default_models(self._registry)}
 
     def find(self, name: str, version: str | None) -> MLModel:
-        """Returns the model; it must be a model of this package. Raises RequestError."""
+        """Returns the model, which must belong to this package. Raises RequestError."""
         return find_accepted(self._registry, name, version, lambda model: model is not None)
 
     def versions(self, name: str) -> list[MLModel]:

@@ -250,7 +250,7 @@ def _open(app: ManagementApp, host: str, port: int, lifecycle: Lifecycle, access
 
 
 class _Listener(uvicorn.Server):
-    """A uvicorn server that does not handle signals, which MLServer does."""
+    """A uvicorn server that leaves signals to MLServer."""
 
     def __init__(self, app: ManagementApp) -> None:
         super().__init__(uvicorn.Config(app, lifespan="off", ws="none", access_log=False, log_config=None))

@@ -221,7 +221,7 @@ class ClientLoad:
         self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
-        """Stops calling ``listener``."""
+        """Ends the calls of ``listener``."""
         self._listeners.remove(listener)
 
     def prompted(self, model: str, sequences: int) -> None:

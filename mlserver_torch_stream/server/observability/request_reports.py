@@ -46,7 +46,7 @@ def join_mlservers_log() -> None:
 
 
 class TextLog:
-    """Writes one line for each request. With ``prompts``, the line includes prompts, answers and error messages.
+    """Writes one line for each request. With ``prompts`` it adds prompts, answers and error messages.
 
     ``structured`` says that MLServer puts the lines into JSON strings.
     """

@@ -50,7 +50,7 @@ class NotesTransport:
 
 
 def notice_lag_early(scope: Scope) -> None:
-    """Makes back-pressure begin after kilobytes of unsent bytes instead of megabytes."""
+    """Lets back-pressure begin after kilobytes instead of megabytes of unsent bytes."""
     if _NOTSENT_LOWAT is not None:
         _set_option(scope.get(_KEY), socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
 
@@ -388,7 +388,7 @@ class _Plain:
 class _Gzip(_Plain):
     """Decompresses a gzip body, and never holds more than the bound plus one byte.
 
-    The same bound applies to the compressed body, because many empty members decompress to nothing.
+    The compressed body has the same bound, because many empty members decompress to nothing.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -40,9 +40,7 @@ FormEvent = PartBegan | PartPiece | PartEnded
 
 
 class FormReader:
-    """Parses a form. ``complete`` is true once the last boundary has been read. Raises InvalidInput if the body is not
-    a form.
-    """
+    """Parses a form. ``complete`` is true after the last boundary. Raises InvalidInput if the body is not a form."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)

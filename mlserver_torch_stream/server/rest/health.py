@@ -1,7 +1,7 @@
 """Liveness and readiness: patches MLServer's answers, and puts our routes before MLServer's.
 
-Our routes answer in JSON, which KServe's client expects. If a model is not ready, they answer 503 with the reason.
-MLServer's routes answer for models of other runtimes.
+Our routes answer in JSON, which KServe's client expects. If a model is not ready, they answer 503 with the reason. For
+other runtimes' models MLServer's routes answer.
 """
 
 from __future__ import annotations

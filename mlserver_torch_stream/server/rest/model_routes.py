@@ -43,7 +43,7 @@ def add_routes(host: ServerHost, state: ServerState) -> None:
 
 
 class _ModelRoute(SelectiveRoute):
-    """Answers requests for models of this package and for unknown names."""
+    """Answers for models of this package, and for names that no model has."""
 
     def __init__(self, path: str, host: ServerHost, state: ServerState, read: Read) -> None:
         super().__init__(path, self._answer)
