@@ -9,9 +9,9 @@ from __future__ import annotations
 class RequestError(Exception):
     """The error of a request. ``status`` is the REST status that the client gets if no token has been sent yet.
 
-    ``field`` is the part of the request that is wrong, in the client's own spelling. ``code`` is OpenAI's code for the
-    error, if clients act on it. ``retry_after`` is the number of whole seconds after which the client should try again.
-    ``shared`` means that another request of the batch may be the cause.
+    ``field`` is the part of the request that is wrong, by its name in the client's request. ``code`` is OpenAI's code
+    for the error, if clients act on it. ``retry_after`` is the number of whole seconds after which the client should
+    try again. ``shared`` means that another request of the batch may be the cause.
     """
 
     status: int = 500

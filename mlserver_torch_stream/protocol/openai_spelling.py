@@ -122,7 +122,7 @@ class OpenAISpelling(Spelling):
 
 
 class OpenAIChat(OpenAISpelling):
-    """The spelling of ``/v1/chat/completions``."""
+    """Reads and writes ``/v1/chat/completions``."""
 
     prompt = MESSAGES
     body: type[Body] = ChatCompletionRequest
@@ -140,7 +140,7 @@ class OpenAIChat(OpenAISpelling):
 
 
 class OpenAICompletions(OpenAISpelling):
-    """The spelling of ``/v1/completions``."""
+    """Reads and writes ``/v1/completions``."""
 
     prompt = PROMPT
     body: type[Body] = CompletionRequest
@@ -171,7 +171,7 @@ class OpenAICompletions(OpenAISpelling):
 
 
 class OpenAIResponses(OpenAISpelling):
-    """The spelling of ``/v1/responses``. The events of a stream have names, and no ``[DONE]`` follows them."""
+    """Reads and writes ``/v1/responses``. The events of a stream have names, and no ``[DONE]`` follows them."""
 
     prompt = INPUT
     body: type[Body] = ModelResponseRequest

@@ -147,7 +147,7 @@ def _json(value: Any) -> str:
 
 
 class V2Tensors(Spelling):
-    """The spelling of V2. ``outputs`` are the output tensors that a request may name."""
+    """Reads and writes V2. ``outputs`` are the output tensors that a request may name."""
 
     outputs = frozenset(names.OUTPUT_DATATYPES)
 
