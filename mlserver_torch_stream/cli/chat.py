@@ -21,9 +21,10 @@ from mlserver_torch_stream.log_text import log_text
 
 
 class AnswerMeter:
-    """Measures one answer's tokens per second and its time to the first token. Times are in seconds on any clock.
+    """Measures one answer's tokens per second and its time to the first token. Times are in seconds; any clock can be
+    used.
 
-    A delta without token ids counts as one token. If the server sends no count at the end, the sum is shown as an
+    A delta without token ids counts as one token. If the server sends no token count at the end, the sum is shown as an
     estimate.
     """
 
@@ -97,7 +98,7 @@ class AnswerView:
         self._show(call.arguments, dim=True)
 
     def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
-        """Shows a text; with ``apart``, or after a change between reasoning and text, on a new line."""
+        """Shows a text. It begins on a new line with ``apart``, or after a change between reasoning and answer."""
         if not text:
             return
         if not dim:
@@ -111,7 +112,7 @@ class AnswerView:
 
 
 def visible(text: str) -> str:
-    """Returns the text without control characters, which a terminal would obey."""
+    """Returns the text without control characters, which a terminal would interpret."""
     return text.translate(_CONTROL)
 
 
@@ -181,7 +182,7 @@ class Chat:
         return 0
 
     def _answer(self, line: str, sink: TextIO, interactive: bool) -> bool:
-        """Runs a command, or asks the model. Returns False if that failed; the reason is printed."""
+        """Runs a command, or asks the model. Returns False if this failed; the reason is printed."""
         command, _, rest = line.partition(" ")
         if command == "/clear":
             self.messages.clear()

@@ -1,6 +1,7 @@
-"""The server that ``--model`` and ``--handler`` start for a run: a child process, on loopback, with its own API key.
+"""The server that ``--model`` and ``--handler`` start for a run. It is a child process on loopback with a separate API
+key.
 
-It ends when the command ends, even if the command is killed.
+The server ends when the command ends, even if the command is killed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ChildServer:
 async def child_server(
     implementation: str, uri: str, extra: Mapping[str, Any], metrics: RunMetrics
 ) -> AsyncIterator[ChildServer]:
-    """Starts a server with one model, which ends with the block.
+    """Starts a server with one model, and ends it after the ``async with`` block.
 
     Raises LoadRefused if the model cannot be loaded, and LoadInterrupted if the task is cancelled during the load.
     """
@@ -87,7 +88,9 @@ async def child_server(
 
 
 def _environment(implementation: str, uri: str, extra: Mapping[str, Any], ports: list[int]) -> dict[str, str]:
-    """Returns the child's environment: this process's, without variables that would configure the child's MLServer."""
+    """Returns the child's environment: that of this process, without variables that would configure the child's
+    MLServer.
+    """
     from mlserver_torch_stream.handlers.frames import MAX_BYTES
 
     kept = [f"MLSERVER_TORCH_STREAM_{name}" for name in _ENGINE_VARIABLES]
@@ -141,7 +144,7 @@ async def _is_ready(url: str) -> bool:
 def is_own_listener(port: int) -> bool:
     """Whether only this user's processes listen on an IPv4 port; True on systems without /proc.
 
-    If another user's process had taken the port, it would get the key and the data.
+    A process of another user that had taken the port would receive the key and the data.
     """
     try:
         sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -167,7 +170,9 @@ def _reason(printed: bytes, status: int) -> str:
 
 
 async def _pass_on(process: asyncio.subprocess.Process, printed: bytearray) -> None:
-    """Prints the server's output, except the error of its load, which the command reports, and keeps the last bytes."""
+    """Prints the server's output and keeps its last bytes. An error of the load is left out, because the command
+    reports it.
+    """
     assert process.stderr is not None
     while data := await process.stderr.read(_KEPT_BYTES):
         printed += data
@@ -217,7 +222,7 @@ def _peak_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Runs in the child: reads its key from stdin, and serves until it or the command is ended."""
+    """Runs in the child process: reads the key from stdin, and serves until the child or the command ends."""
     from mlserver_torch_stream.cli.serve import start_mlserver
     from mlserver_torch_stream.engine.child_process import die_with
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder

@@ -70,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def finish(arguments: argparse.Namespace, work: Work, hint: str) -> int:
-    """Does the work of a command until its end or a signal, prints the summary and returns the exit status.
+    """Does the work of a command until it is finished or a signal arrives, prints the summary and returns the exit
+    status.
 
     ``hint`` is added to the message about a signal, and says how to continue.
     """
@@ -116,7 +117,9 @@ async def _run(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: St
 
 
 async def model_name(arguments: argparse.Namespace) -> str:
-    """Returns the handler, or ``--model``; its default is the embedded model, or the only model of ``--url``."""
+    """Returns the handler or ``--model``. The default is the only model of ``--url`` or, without ``--url``, the
+    embedded model.
+    """
     if arguments.handler is not None:
         return str(arguments.handler)
     if arguments.url is None:
@@ -134,7 +137,8 @@ class OpenedModel(NamedTuple):
 
 @asynccontextmanager
 async def open_model(arguments: argparse.Namespace, name: str, metrics: RunMetrics) -> AsyncIterator[OpenedModel]:
-    """Opens the server at ``--url``, or starts one for the model or the handler, which ends with the block.
+    """Opens the server at ``--url``, or starts a server for the model or handler, which ends after the ``async with``
+    block.
 
     Raises RunRefused, or LoadInterrupted if the task is cancelled during the load.
     """
@@ -230,7 +234,7 @@ def _as_options(message: str) -> str:
 
 
 def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
-    """Raises RunRefused, which names the first object that the model cannot take."""
+    """Raises RunRefused if the model cannot process an object; the message names the first such object."""
     if settings.hands_objects(arguments):
         return
     row_request = settings.make_row_request(arguments)
@@ -254,7 +258,7 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
 
 
 def check_libraries(planned: RunPlan) -> None:
-    """Raises RunRefused if an object is zstd or Parquet and the library that reads it is missing."""
+    """Raises RunRefused if an object is in the format zstd or Parquet and the library for it is missing."""
     for each in planned.objects:
         if planned.run.kind_of(each.info.key) is Kind.PARQUET:
             try:

@@ -1,4 +1,6 @@
-"""Runs ``cloud watch``: new objects come from a queue, from events over HTTP or from polling; rows come from Kafka."""
+"""Runs ``cloud watch``. It gets new objects from a queue, from events over HTTP or by polling, or it gets rows from
+Kafka.
+"""
 
 from __future__ import annotations
 

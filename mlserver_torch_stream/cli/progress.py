@@ -1,4 +1,4 @@
-"""Draws a run's line of progress on the terminal, and formats the summary at its end."""
+"""Draws a run's progress line on the terminal, and formats the summary at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR = 20
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The bytes and rows of the input; a number is None if it is unknown until the input is read."""
+    """The number of bytes and rows of the input. A number is None if it is not known until the input has been read."""
 
     nbytes: int | None
     rows: int | None
@@ -26,7 +26,7 @@ class Total:
 def share(metrics: RunMetrics, total: Total) -> float | None:
     """Returns the share of the input that is done, from 0 to 1; None if it is unknown.
 
-    The share is of the rows if their number is known, else of the bytes.
+    It is the share of the rows if their number is known, else the share of the bytes.
     """
     done, whole = (metrics.rows, total.rows) if total.rows is not None else (metrics.input_bytes, total.nbytes)
     if whole is None:
@@ -37,7 +37,7 @@ def share(metrics: RunMetrics, total: Total) -> float | None:
 def progress_line(metrics: RunMetrics, total: Total, elapsed: float, columns: int | None = None) -> str:
     """Returns one line: bar, rows, bytes, tokens per second, time left and failures.
 
-    It is cut to ``columns`` characters, because a longer line would wrap.
+    The line is cut to ``columns`` characters, because a longer line would wrap.
     """
     done = share(metrics, total)
     rows = f"{metrics.rows}/{total.rows}" if total.rows is not None else f"{metrics.rows}"
@@ -82,7 +82,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """Redraws the line while its block runs; draws nothing if ``shown`` is false."""
+    """Redraws the line during its ``async with`` block. Draws nothing if ``shown`` is false."""
 
     def __init__(self, metrics: RunMetrics, total: Total, out: TextIO, shown: bool) -> None:
         self._metrics = metrics

@@ -69,10 +69,10 @@ class HttpAnswer(Protocol):
     completion_tokens: int
 
     def whole(self, body: dict[str, Any]) -> None:
-        """Takes the body of an answer that is not streamed."""
+        """Reads the body of an answer that is not streamed."""
 
     def event(self, data: str) -> bool:
-        """Takes one event of a stream. Returns True for the last event."""
+        """Reads one event of a stream. Returns True for the last event."""
 
     def body(self) -> dict[str, Any]:
         """Returns the answer as OpenAI's object."""
@@ -177,7 +177,7 @@ class AnswerTooLarge(Exception):
 
 
 class PieceCollector:
-    """Collects the pieces of one answer, up to a limit of bytes and of pieces."""
+    """Collects the pieces of one answer. Their number and their total size are limited."""
 
     def __init__(self) -> None:
         self.found: list[tuple[bytes, str]] = []
@@ -193,7 +193,7 @@ class PieceCollector:
         self.found.append((value, content_type))
 
     async def read(self, content: aiohttp.StreamReader, content_type: str) -> None:
-        """Adds each chunk of a body, or a whole body without chunks. Raises AnswerTooLarge."""
+        """Adds each chunk of a body. A body that is not chunked is one piece. Raises AnswerTooLarge."""
         piece = bytearray()
         async for data, ends in content.iter_chunks():
             piece += data
@@ -211,7 +211,7 @@ def predicted(
 ) -> Outcome:
     """Returns the outcome of an answer in ``pieces``: one or more values, each with its content type.
 
-    With ``apart`` each piece becomes an output line of its own.
+    With ``apart`` each piece becomes a separate output line.
     """
     if apart:
         return Outcome(span=span, pieces=[_prediction_body(value, content_type) for value, content_type in pieces])
@@ -232,7 +232,7 @@ def _prediction_body(value: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _prediction(value: bytes, content_type: str) -> Any:
-    """Returns JSON as it is, text as a string, and other bytes as ``{"base64": …}``.
+    """Returns parsed JSON, text as a string, or other bytes as ``{"base64": …}``.
 
     Handlers seldom name a content type, so an answer without one counts as JSON if it can be parsed.
     """

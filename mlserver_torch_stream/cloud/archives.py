@@ -1,6 +1,6 @@
-"""Divides archives into members as their bytes arrive, in pieces of bounded size: tar and zip, and zstd streams.
+"""Divides tar and zip archives into members as their bytes arrive, in pieces of bounded size, and decompresses streams.
 
-Nothing is unpacked to disk. Each member gives an event with its name, then its bytes, then an event at its end.
+Nothing is unpacked to disk. For each member there is an event with its name, then its bytes, then an event for its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class MemberBegin:
-    """Begins a member. ``trouble`` says why its bytes are not read; empty if they are."""
+    """Begins a member. ``trouble`` says why the member's bytes are not read; empty if they are read."""
 
     index: int
     name: str
@@ -35,7 +35,7 @@ class MemberBegin:
 
 @dataclass(frozen=True, slots=True)
 class MemberEnd:
-    """Ends a member. ``trouble`` says why its last bytes are missing or wrong; empty if they are right."""
+    """Ends a member. ``trouble`` says why the member's last bytes are missing or wrong; empty if they are right."""
 
     trouble: str = ""
 
@@ -47,7 +47,7 @@ class Decompressor(Protocol):
     """Decompresses a stream. ``feed`` and ``end`` raise Damaged."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Takes the next compressed bytes, and yields the decompressed bytes in pieces."""
+        """Decompresses the next bytes, and yields the result in pieces."""
 
     def end(self) -> None:
         """Checks that the compressed stream is complete."""
@@ -65,7 +65,7 @@ class Plain:
 
 
 class SlicedGunzip(Gunzip):
-    """Feeds zlib a large block in slices, because zlib copies the unread rest of its input for each piece."""
+    """Passes a large block to zlib in slices, because for each piece zlib copies all input that it has not read yet."""
 
     def __init__(self) -> None:
         super().__init__(padded=True)
@@ -119,7 +119,7 @@ def decompressor(compression: str | None) -> Decompressor:
 
 
 class Tar:
-    """Reads the members of a tar archive with headers of POSIX (pax), GNU or older formats.
+    """Reads the members of a tar archive in the POSIX (pax), GNU or an older format.
 
     Folders are skipped. A link, a device or a sparse file is a member with ``trouble``.
     """
@@ -136,7 +136,7 @@ class Tar:
         self.over = False
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
+        """Reads the next bytes of the archive, and yields the events that they contain. Raises Damaged."""
         at = 0
         while at < len(data) and not self.over:
             if self._left:
@@ -236,7 +236,7 @@ class DirectoryLonger(Exception):
 
 
 class _Tail(io.RawIOBase):
-    """The last bytes of an object, as a file of the object's size."""
+    """A file object that has the size of an object in the store but only its last bytes."""
 
     def __init__(self, tail: bytes, size: int) -> None:
         self._tail, self._begin, self._size, self._at = tail, size - len(tail), size, 0
@@ -294,7 +294,7 @@ class Zip:
         return self._content is None and self._number + 1 >= len(self._members)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
+        """Reads the next bytes of the archive, and yields the events that they contain. Raises Damaged."""
         for start in range(0, len(data), _SLICE):
             rest = data[start : start + _SLICE]
             while rest and not self.over:
@@ -340,7 +340,7 @@ class Zip:
 
 
 def _lengths(local: bytearray) -> int:
-    """Returns the bytes of the name and the extra fields after a local header."""
+    """Returns how many bytes the name and the extra fields after a local header have."""
     return int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
 
 

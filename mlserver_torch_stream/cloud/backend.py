@@ -1,6 +1,6 @@
 """Infers rows with a server over HTTP: prompts in the V2 protocol or OpenAI's API, objects as predictions or tensors.
 
-A server of this project also takes whole batches. A row that the server refuses fails with the server's reason.
+A server of this project also accepts whole batches. A row that the server refuses fails with the server's reason.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
 
 
 class GenerationBackend(RowBackend):
-    """Asks for a generation for each row, streamed or whole."""
+    """Sends a generation request for each row, and reads a streamed or a whole answer."""
 
     async def _one(self, row: Row) -> Outcome:
         try:
@@ -254,7 +254,7 @@ class BatchBackend(Backend):
         return [outcomes[index] for index in range(len(rows))]
 
     async def retry_busy(self, frames: dict[int, bytes], outcomes: dict[int, Outcome]) -> None:
-        """Moves each row from ``frames`` into ``outcomes``. Rows that the model cannot take now are sent again."""
+        """Moves each row from ``frames`` to ``outcomes``. Rows that the model cannot accept yet are sent again."""
 
         async def attempt() -> None:
             began = time.monotonic()
@@ -274,7 +274,9 @@ class BatchBackend(Backend):
             await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def _in_sequence(self, row: Row) -> Outcome:
-        """Returns the outcome of a chunk. It is sent again only if no worker has received it. Raises SequenceLost."""
+        """Returns the outcome of a chunk. The chunk is sent again only if no worker has received it. Raises
+        SequenceLost.
+        """
         frame = self._frame(row)
         starts = row.chunk is not None and row.chunk.index == 0
 
@@ -296,7 +298,7 @@ class BatchBackend(Backend):
         return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def tokens(self, row: Row) -> int:
-        """Returns the number of tokens of the row's prompt, or of its bytes if the row has no valid request."""
+        """Returns the number of tokens of the row's prompt; if the row has no valid request, its number of bytes."""
         try:
             frame = self._frame(row, counted=True)
         except (RowUnsuitable, RequestError, ValueError, RecursionError):
@@ -310,7 +312,9 @@ class BatchBackend(Backend):
         return described["batchSize"], max(1, described["minWorkers"], described["maxWorkers"])
 
     async def most_sequences(self) -> int:
-        """Returns how many sequences a handler can have open at a time. Raises RunRefused if it keeps no state."""
+        """Returns how many sequences a handler can have open at a time. Raises RunRefused if the handler keeps no
+        state.
+        """
         described = await self._describe()
         if not described["stateful"]:
             raise RunRefused("--sequences: the handler keeps no state; set sequenceBatching in its model-config.yaml")
@@ -398,7 +402,7 @@ class BatchBackend(Backend):
 
 
 async def _all_of(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
-    """Yields the contents of the queue forever. Entries that wait together are yielded as one."""
+    """Yields the contents of the queue forever. Entries that are in the queue at the same time are yielded as one."""
     while True:
         parts = [await queue.get()]
         while not queue.empty():
@@ -426,7 +430,9 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
 
 
 def _unsent(error: Exception) -> Outcome:
-    """Returns the outcome of a row that JSON cannot carry, because of a lone surrogate, NaN or too deep nesting."""
+    """Returns the outcome of a row that cannot be sent, for example because of a lone surrogate, NaN or too deep
+    nesting.
+    """
     if isinstance(error, RequestError):
         return Outcome(failure=refusal(error))
     if isinstance(error, RowUnsuitable):
@@ -439,7 +445,7 @@ def _unreadable(error: Exception) -> RowFailed:
 
 
 def _torchserve_error(body: bytes) -> Mapping[str, Any]:
-    """Returns TorchServe's error object; empty if the body is the handler's own."""
+    """Returns TorchServe's error object; empty if the body was written by the handler."""
     try:
         found = parse(body)
     except ValueError:

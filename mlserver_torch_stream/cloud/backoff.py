@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Retry:
     """Retries a call, up to ``tries`` attempts in all. The n-th pause is ``first * 2**n`` seconds, at most ``longest``.
 
-    Jitter shortens it by up to half.
+    Jitter shortens a pause by up to half.
     """
 
     tries: int = 6
@@ -70,9 +70,9 @@ class Retry:
 async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object] = lambda result: None) -> T:
     """Awaits ``call`` for at most ``seconds``.
 
-    asyncio.wait_for is not used: before Python 3.12 it swallows a cancellation that arrives together with the answer,
-    and a run went on after a signal. If the caller is cancelled or the time is over although the call has a result,
-    ``lost`` is called with the result.
+    asyncio.wait_for is not used, because before Python 3.12 it swallows a cancellation that arrives together with the
+    result, so that a run continued after a signal. If the caller is cancelled or the time is over, but the call still
+    returns a result, ``lost`` is called with it.
     """
     future = asyncio.ensure_future(call)
     try:
@@ -94,7 +94,7 @@ def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
 class Concurrency:
     """Limits the requests in flight by additive increase and multiplicative decrease, between 1 and ``most``.
 
-    The refusal of a request that started before the last decrease does not decrease the limit again.
+    If a request is refused that started before the last decrease, the limit does not decrease again.
     """
 
     def __init__(self, most: int, start: int = 4) -> None:
@@ -114,7 +114,9 @@ class Concurrency:
         return self._cuts
 
     def answered(self) -> None:
-        """Raises the limit by 1 / limit, that is, by about one for each full set of answered requests."""
+        """Increases the limit by 1 / limit, that is, by about one each time as many requests are answered as may be in
+        flight.
+        """
         self._limit = min(float(self.most), self._limit + 1 / self._limit)
 
     def refused(self, started: int) -> None:

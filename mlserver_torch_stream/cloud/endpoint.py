@@ -47,13 +47,13 @@ _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """A model of a server, and how rows are sent to it. ``model`` None means the server's only model.
+    """A model of a server, and how rows are sent to it. If ``model`` is None, it is the server's only model.
 
-    ``rows`` says how prompts become requests. ``objects`` says the same for whole objects and chunks, for ``api``
-    "torchserve" or with ``tensor``, the name of a BYTES tensor. With ``batches`` each batch of the run is one request,
-    which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is the
-    longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it, and in
-    all answers to ``batches``. ``ended`` says why the server will never answer again; None while it may.
+    ``rows`` says how prompts become requests. ``objects`` says how whole objects and chunks become requests, if ``api``
+    is "torchserve" or if ``tensor``, the name of a BYTES tensor, is set. With ``batches`` each batch of the run is one
+    request, which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is
+    the longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it,
+    and in all answers to ``batches``. ``ended`` says why the server will never answer again; None while it may.
     """
 
     url: str
@@ -73,7 +73,9 @@ class ServerEndpoint:
 
 
 class RowFailed(CloudError, retriable=True):
-    """The server failed at this row. The row is sent again; the last attempt's failure is the row's."""
+    """The server failed at this row. The row is sent again; if the last attempt fails too, the row fails with its
+    error.
+    """
 
     def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -81,7 +83,7 @@ class RowFailed(CloudError, retriable=True):
 
 
 class RowRejected(CloudError):
-    """The server refuses this row, and would refuse it again."""
+    """The server refuses this row, and would refuse it again if it were sent again."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -89,7 +91,7 @@ class RowRejected(CloudError):
 
 
 class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
-    """The server accepts no connection, or asks for a later attempt, whatever the row holds."""
+    """The server accepts no connection, or asks for a later attempt. This does not depend on the row."""
 
 
 class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
@@ -126,7 +128,7 @@ class Backend(ABC):
     async def _posted(
         self, path: str, content: bytes | AsyncIterator[bytes], headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the answer to a POST, whatever its status. Raises StoreUnavailable if the connection breaks."""
+        """Yields the response to a POST, whatever its status. Raises StoreUnavailable if the connection breaks."""
         body = io.BytesIO(content) if isinstance(content, bytes) and len(content) >= _WARNED_BYTES else content
         url = URL(self._url + path, encoded=True)
         try:
@@ -143,7 +145,9 @@ class Backend(ABC):
     async def _answered(
         self, started: int, path: str, content: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the answer to a POST. Raises CloudError if it is a refusal, or breaks off."""
+        """Yields the response to a POST. Raises CloudError if the server refuses the request or the response breaks
+        off.
+        """
         async with self._posted(path, content, headers) as response:
             if response.status != 200:
                 if response.status in _SLOWER:
@@ -162,13 +166,13 @@ class Backend(ABC):
         return lasting_refusal(text, status, missing=status == 404, error=error)
 
     def _without_key(self, text: str) -> str:
-        """Removes the key from a text: a server may repeat it in its error."""
+        """Removes the key from a text, because a server may repeat the key in an error."""
         key = self.endpoint.key or ""
         return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
 
 class RowBackend(Backend):
-    """Sends each row in a request of its own.
+    """Sends each row in a separate request.
 
     If the connection breaks at each try of one row while the server answers other rows, only that row fails.
     """
@@ -178,7 +182,7 @@ class RowBackend(Backend):
         self._answers = 0
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Infers all rows concurrently. An exception of one row cancels the other rows and is raised."""
+        """Infers all rows concurrently. If a row raises, the other rows are cancelled, and its exception is raised."""
         tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
         try:
             return list(await asyncio.gather(*tasks))
@@ -192,10 +196,10 @@ class RowBackend(Backend):
         """Infers a row."""
 
     async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
-        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may pass.
+        """Returns the outcome of a row. ``once`` sends the row, and is called again after a temporary failure.
 
-        It is called with True at the row's last try, and then sends the row while no other is in flight: another row in
-        the same batch of the server may have caused the failures before.
+        At the last try ``once`` is called with True, and sends the row while no other row is in flight, because another
+        row in the same batch of the server may have caused the earlier failures.
         """
         failures = breaks = 0
         before: int | None = None  # all answers before the second break; some may have come after the first
@@ -242,8 +246,8 @@ def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohtt
 def lasting_refusal(
     text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
 ) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
-    """Returns the error of a refusal that a later try would get again. ``missing`` means that the server has no such
-    model.
+    """Returns the error for a refusal that would be the same at a later try. ``missing`` means that the server has no
+    such model.
     """
     if status in (401, 403):
         return AccessDenied(text)
@@ -260,7 +264,7 @@ def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] |
 
 
 def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
-    """Returns the message of a refusal, and its error object if it has OpenAI's form."""
+    """Returns the message of a refusal, and its error object if it has OpenAI's format."""
     try:
         error = parse(body)["error"]
         return error_message(error), error if isinstance(error, dict) else None
@@ -269,7 +273,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:
-    """Returns the name of the server's only model. Raises RunRefused if it has none or several."""
+    """Returns the name of the server's only model. Raises RunRefused if the server has no model or several."""
     method, path, body = (
         ("GET", "/v1/models", None) if api == "openai" else ("POST", "/v2/repository/index", b'{"ready": true}')
     )

@@ -1,7 +1,8 @@
-"""Infers the records of a Kafka topic: each part is named after its first offset, and committed once it is durable.
+"""Infers the records of a Kafka topic. Each part is named after its first offset, and its offsets are committed once it
+is durable.
 
-No other module imports the Kafka client. If a part for the next offset of a partition exists already, a consumer wrote
-it and died before the commit; its records are skipped, not inferred again.
+No other module imports the Kafka client. If a part for the next offset of a partition already exists, a consumer wrote
+it and died before the commit. The part's records are then skipped instead of inferred again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Topic:
     done: int = 0
 
     async def consume(self, most: int | None = None) -> None:
-        """Runs until ``most`` records are durable and committed, or forever if it is None. Raises CloudError."""
+        """Runs until ``most`` records are durable and committed; None means forever. Raises CloudError."""
         config = {"topic": self.topic, "model": dict(self.model)}
         created = int(time.time()) if self.created is None else self.created
         self._run = await claim(self.output, config, created, self.retry)
@@ -89,7 +90,9 @@ class Topic:
                 await producer.stop()
 
     async def _collect(self, consumer: Any, most: int | None) -> dict[Any, list[Any]]:
-        """Returns records by partition, until a part is full or ``part_wait`` seconds after the first record."""
+        """Collects records, by partition, until a part is full or ``part_wait`` seconds have passed since the first
+        record.
+        """
         room = self.part_rows if most is None else min(self.part_rows, most - self.done)
         found: dict[Any, list[Any]] = {}
         end: float | None = None
@@ -124,7 +127,7 @@ class Topic:
             records = [record for record in records if record.offset > last]
 
     async def _up_to(self, consumer: Any, partition: Any, records: Sequence[Any], last: int) -> Sequence[Any]:
-        """Returns all records of a part that exists already: another consumer may have put more records into it."""
+        """Returns all records of an existing part, which another consumer may have written with more records."""
         records = list(records)
         while records[-1].offset < last and partition in consumer.assignment():
             missing = last - records[-1].offset
@@ -143,7 +146,9 @@ class Topic:
             return b"".join([result.encode(self._run) async for result in found])
 
     async def _send_failed(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
-        """Sends failed records unchanged to the dead-letter topic, before their offset is committed: at least once."""
+        """Sends failed records unchanged to the dead-letter topic. This happens before their offset is committed, so
+        they arrive at least once.
+        """
         for record in records:
             if record.offset in failed:
                 origin = f"{record.topic}/{record.partition}/{record.offset}".encode()
@@ -152,7 +157,7 @@ class Topic:
                 )
 
     async def _commit(self, consumer: Any, partition: TopicPartition, offset: int) -> bool:
-        """Commits an offset. Returns False if another consumer has the partition by now: it will find the part."""
+        """Commits an offset. Returns False if another consumer now has the partition; it will find the part."""
         try:
             await consumer.commit({partition: offset})
         except (CommitFailedError, IllegalStateError):

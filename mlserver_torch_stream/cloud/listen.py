@@ -1,7 +1,7 @@
-"""Receives notifications of new objects over HTTP: S3's and MinIO's webhooks, SNS, CloudEvents.
+"""Receives notifications of new objects over HTTP: webhooks of S3 and MinIO, messages of SNS, and CloudEvents.
 
-An event is recorded as an object before it is accepted, and its record is deleted when all its objects are done. A
-listener that starts announces the recorded events first.
+An event is recorded as an object before it is accepted, and its record is deleted when all its objects are done. When a
+listener starts, it first announces the recorded events.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STRUCTURED, _BATCHED = "application/cloudevents+json", "application/cloudevents
 
 
 class EventRefused(Exception):
-    """The listener does not accept an event. Holds the status, the message and the headers of the answer."""
+    """The listener does not accept an event. Has the status, the message and the headers of the response."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -225,7 +225,7 @@ class EventListener:
 
 
 async def _body(request: web.Request) -> bytes:
-    """Reads the body. Raises EventRefused if it is too large, too slow, cut off or compressed."""
+    """Reads the body. Raises EventRefused if the body is too large, too slow, cut off or compressed."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise EventRefused(415, "Content-Encoding: compressed events are not accepted")
     try:

@@ -1,7 +1,7 @@
-"""Lists the objects of a run: all below a URL, the matches of a glob, the entries of a manifest, or one object.
+"""Lists the objects of a run: all objects below a URL, those that match a glob, the entries of a manifest, or one
+object.
 
-The list is made once per run and stored with its output, so that a resumed run reads the versions that the first run
-saw.
+The list is made once and stored with the run's output, so that a resumed run reads the same versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEADS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class InputLocation:
-    """A store, and the key of the single object that the run reads, if it reads a single one."""
+    """A store and, if the run reads a single object, the object's key."""
 
     store: Store
     only: str | None = None
@@ -36,7 +36,7 @@ async def open_input(
 ) -> InputLocation:
     """Opens the input of a run.
 
-    A URL whose last part looks like a file name means that object if it exists, else a prefix.
+    If the last part of a URL looks like a file name, the URL names that object if it exists, else a prefix.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     web = url.startswith(("http://", "https://"))
@@ -59,7 +59,7 @@ async def open_input(
 
 
 async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
-    """Returns the objects in the order of their keys, or of the manifest. Raises CloudError if listing fails."""
+    """Returns the objects, sorted by key or in the order of the manifest. Raises CloudError if listing fails."""
     if manifest is not None:
         return await heads(place.store, list(manifest_entries(manifest, _key_entry)), retry)
     if place.only is not None:
@@ -85,8 +85,8 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
     """Leaves out the folders.
 
-    Consoles make an empty object ``name/`` for a folder; the library lists it as ``name``, beside an object ``name`` if
-    there is one.
+    For a folder, web consoles create an empty object ``name/``. The library lists it as ``name``, even if there is also
+    an object ``name``.
     """
     empty = [each.info.key for each in found if each.info.key and not each.info.size and each.failure is None]
     now = {each.info.key: each for each in await heads(store, empty, retry)}
@@ -100,7 +100,7 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
 
 
 def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -> dict[str, str]:
-    """Returns the entries of a manifest. ``read`` makes a key and its value of each line and its number.
+    """Returns the entries of a manifest. ``read`` gets a line and its number, and returns a key and its value.
 
     Raises RunRefused, which names the line.
     """
@@ -136,7 +136,7 @@ def _key_entry(line: str, number: int) -> tuple[str, str]:
 
 
 async def heads(store: ReadableStore, keys: Sequence[str], retry: Retry) -> list[Listed]:
-    """Returns the current versions of these objects. A missing object is in the list with the reason."""
+    """Returns the current versions of these objects. An object that is missing is in the list, with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 
     async def head(key: str) -> Listed:

@@ -1,6 +1,6 @@
 """Reads the rows of an archive's members, in their order: the records of tables, and other members as whole rows.
 
-A member that cannot be read is a row with a failure, and the next member follows.
+A member that cannot be read becomes a row with a failure, and reading continues with the next member.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ArchiveReader:
 
     @property
     def over(self) -> bool:
-        """True if the directory names no further member. A tar is read to the end of its compression."""
+        """True if the directory of a zip archive lists no further member. A tar archive is always read to its end."""
         return isinstance(self._divider, Zip) and self._divider.over
 
     def feed(self, data: bytes) -> Iterator[Row]:
@@ -133,7 +133,7 @@ class ArchiveReader:
 
 
 class _WholeMember:
-    """Collects a member that is one row, or Parquet. No bytes of a member that is too large are kept."""
+    """Collects a member that is one row or a Parquet file. If the member is too large, none of its bytes are kept."""
 
     def __init__(self, kind: Kind, most: int) -> None:
         self.kind = kind

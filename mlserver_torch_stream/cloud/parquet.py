@@ -1,6 +1,6 @@
-"""Divides a Parquet file into rows: says which bytes hold the chosen columns of a row group, and decodes these.
+"""Divides a Parquet file into rows: finds the bytes of the chosen columns of a row group, and decodes them.
 
-Fetches nothing: its caller passes the bytes, and the file's other bytes are never needed.
+It does not fetch anything. Its caller passes the bytes, and the file's other bytes are never needed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class FooterLonger(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows ``first``, counted from 1, to ``first + count - 1``. ``ranges`` are the byte ranges of the chosen
-    columns."""
+    """The rows from ``first`` to ``first + count - 1``, counted from 1. ``ranges`` are the byte ranges of the chosen
+    columns.
+    """
 
     index: int
     first: int
@@ -44,7 +45,7 @@ class RowGroup:
 
 
 def parquet_library() -> Any:
-    """Returns pyarrow.parquet. Raises RunRefused, which names the extra, if it is not installed."""
+    """Returns pyarrow.parquet. Raises RunRefused if it is not installed; the message names the extra to install."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -55,7 +56,7 @@ def parquet_library() -> Any:
 
 
 class ParquetTable:
-    """A file of ``size`` bytes, by its last bytes ``tail``. Raises TableBroken, FooterLonger, RunRefused."""
+    """Reads a file of ``size`` bytes, whose last bytes are ``tail``. Raises TableBroken, FooterLonger or RunRefused."""
 
     def __init__(self, tail: bytes, size: int, tables: Tables) -> None:
         self._library = parquet_library()
@@ -78,7 +79,7 @@ class ParquetTable:
         ]
 
     def groups(self) -> Iterator[RowGroup]:
-        """Yields the row groups. Raises TableBroken at one that is too large."""
+        """Yields the row groups. Raises TableBroken at a row group that is too large."""
         first = 1
         for index in range(self._metadata.num_row_groups):
             self._check(index)
@@ -92,8 +93,9 @@ class ParquetTable:
             first += group.num_rows
 
     def _check(self, index: int) -> None:
-        """Raises TableBroken if the footer contradicts itself in a row group. pyarrow 26 finds that as soon as it reads
-        the group, and raises; when it is asked for the group's columns first, it ends the process instead."""
+        """Raises TableBroken if the footer contradicts itself in a row group. Reading the group makes pyarrow 26 raise
+        an error in this case. If the group's columns were requested first, pyarrow would end the process instead.
+        """
 
         def read() -> None:
             file = _Sparse([], self._size)
@@ -115,8 +117,9 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """Yields the ``wanted`` rows of a group, some at a time. ``parts`` holds the bytes of its ranges. Raises
-        TableBroken."""
+        """Yields the ``wanted`` rows of a group in lists. ``parts`` holds the bytes of the group's ranges. Raises
+        TableBroken.
+        """
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
         size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.count // max(1, nbytes)))
@@ -149,7 +152,7 @@ def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callabl
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ranges, with ranges that have little between them merged."""
+    """Merges ranges that are separated by at most ``_GAP_BYTES`` bytes."""
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and start <= merged[-1][1] + _GAP_BYTES:
@@ -179,11 +182,13 @@ def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
 
 
 class _Unknown(OSError):
-    """Bytes of a file are not known, because they are outside of the row groups that its footer describes."""
+    """Some bytes of the file are not known, because they are outside the row groups that the footer describes."""
 
 
 class _Sparse(io.RawIOBase):
-    """A file of ``size`` bytes of which only ``parts`` are known, each with the byte that it begins with."""
+    """A file of ``size`` bytes of which only ``parts`` are known. Each part is the offset of its first byte, and its
+    bytes.
+    """
 
     def __init__(self, parts: Sequence[tuple[int, bytes]], size: int) -> None:
         self._parts = parts

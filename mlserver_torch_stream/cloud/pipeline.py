@@ -1,7 +1,7 @@
 """Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-The tasks live until the reader closes the results. The bounds count the rows that have entered and are not delivered,
-so that rows that wait for a slow row are bounded, in number and in weight.
+The tasks live until the reader closes the results. The bounds apply to the rows that have entered and are not delivered
+yet, so that the number and the weight of rows that wait for a slow row are bounded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """Holds at most ``limit`` undelivered items, of at most ``most_weight`` together. A heavier item enters an empty
-    window.
+    """Holds at most ``limit`` undelivered items, whose total weight is at most ``most_weight``. An empty window accepts
+    a heavier item.
 
     ``peak`` and ``peak_weight`` are the largest number and weight so far.
     """
@@ -50,7 +50,7 @@ class Window(Generic[T]):
         return len(self._slots)
 
     def room(self, weight: int) -> bool:
-        """Returns whether an item of this weight may enter. An empty window takes an item of any weight."""
+        """Returns whether an item of this weight may enter. An empty window accepts an item of any weight."""
         if not self._slots:
             return True
         return len(self._slots) < self.limit and self._weight + weight <= self.most_weight
@@ -72,11 +72,11 @@ class Window(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """True if the item at the head can leave."""
+        """True if the first item has a result and can leave."""
         return bool(self._slots) and self._slots[0].ready
 
     def leave(self) -> T:
-        """Removes the item at the head and returns its value."""
+        """Removes the first item and returns its result."""
         assert self.ready, "the head is not settled"
         self._first += 1
         slot = self._slots.popleft()
@@ -85,9 +85,10 @@ class Window(Generic[T]):
 
 
 class RowBatcher(Generic[T]):
-    """Forms batches of at most ``most_items`` items, of at most ``most_weight`` together; a single item may weigh more.
+    """Forms batches of at most ``most_items`` items and at most ``most_weight`` total weight; a single item may weigh
+    more.
 
-    A batch leaves ``max_wait`` seconds after its first item, full or not.
+    A batch is sent at the latest ``max_wait`` seconds after its first item, even if it is not full.
     """
 
     def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
@@ -166,8 +167,8 @@ async def infer_rows(
 ) -> AsyncGenerator[Result, None]:
     """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result.
 
-    Joined chunks of an object have one result together. Raises the CloudError of the source or of ``infer`` after the
-    results of the rows before it.
+    If the chunks of an object are joined, they have one common result. Raises the CloudError of the source or of
+    ``infer`` after the results of the rows before it.
     """
     flow = _Flow(infer, limits, metrics or RunMetrics(), weigh)
     feeder = asyncio.create_task(flow.feed(rows))
@@ -281,9 +282,10 @@ class _Flow:
         self._send(())
 
     async def _run(self, batch: Sequence[_Ticketed], by_itself: bool) -> None:
-        """Settles the rows of a batch. A row whose failure another row may have caused is inferred once more.
+        """Settles the rows of a batch. If a row fails and another row may have caused this, the row is inferred once
+        more.
 
-        It then runs alone, because a model may put the rows of several batches together.
+        The row then runs alone, because a model may combine the rows of several batches.
         """
         rows = [row for _, row in batch]
         began = time.monotonic()

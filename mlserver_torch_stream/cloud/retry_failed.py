@@ -1,7 +1,8 @@
-"""Infers the failed rows of an output's parts again, from the versions that the run began with, and replaces them.
+"""Infers the failed rows of an output's parts again and replaces them. It reads the same versions of the objects as the
+run.
 
-Knows parts and objects, and no model. A part is replaced as a whole, and only if it is still the version that was read,
-so that at any moment the output has one row for each input row.
+It deals with parts and objects, and does not depend on the model. A part is replaced as a whole, and only if it has not
+changed since it was read, so that the output has one row for each input row at any time.
 """
 
 from __future__ import annotations
@@ -124,9 +125,9 @@ class FailedRowRetry:
         return replace(self.source, objects=objects, lines=lines, strict=False, limit=None)
 
     async def put(self, result: Result) -> bool:
-        """Takes the next result, in the order of the rows.
+        """Adds the next result, in the order of the rows.
 
-        Returns True if it completed a part, which is then replaced.
+        If the result completes a part, replaces the part and returns True.
         """
         number = result.row.index // self.part_rows
         self.tried += 1
@@ -142,7 +143,8 @@ class FailedRowRetry:
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
         """Replaces a part.
 
-        If another worker has replaced it meanwhile, it is read again, and the other worker's answers stay.
+        If another worker has replaced the part in the meantime, it is read again, and the other worker's answers are
+        kept.
         """
         name, retry = part_name(number), self.source.retry
         for _ in range(retry.tries):
@@ -159,7 +161,9 @@ class FailedRowRetry:
 
 
 def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
-    """Returns the part with ``lines``, by index, in place of failed rows. A row that has an answer keeps it."""
+    """Returns the part with its failed rows replaced by ``lines``, which are by index. A row that has an answer keeps
+    it.
+    """
     merged: dict[int, bytes] = {}
     answered: set[int] = set()
     for line in part.splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""Counts the work of a run. The metrics have the names of Beam's RunInference if it has them."""
+"""Counts the work of a run. Metrics that Beam's RunInference also has have the same names as there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Distribution:
 
 @dataclass
 class BusyTime:
-    """The share of time in which at least one row was inferred, from the first start to the last end.
+    """The share of the time in which at least one row was being inferred. The time is measured from the first start to
+    the last end.
 
     ``spans`` are the busy spans, in order and apart from each other.
     """

@@ -1,7 +1,7 @@
 """Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
-Here a row of the stages is a whole object, whose chunks are read while it is inferred. If the state of its sequence is
-lost, only that object starts again, with a new sequence id.
+For the stages, a row is a whole object here; its chunks are read while it is inferred. If the state of an object's
+sequence is lost, only this object starts again, with a new sequence id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRIES = 3  # how often an object is tried
 
 @dataclass
 class ObjectSequences:
-    """Has the rows of the objects of ``source``, and the callable that infers them.
+    """Provides the rows for the objects of ``source``, and is the callable that infers them.
 
     ``infer`` gets one chunk at a time, with the id of its sequence, and raises SequenceLost if the object has to begin
     anew. ``most`` objects are inferred at a time, and share what ``source`` may fetch ahead. An object that starts

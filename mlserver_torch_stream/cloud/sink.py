@@ -1,6 +1,7 @@
-"""Writes numbered parts, each as a whole and only if it does not exist yet. An existing part is a checkpoint.
+"""Writes numbered parts. Each is written as a whole, and only if it does not exist yet. An existing part is a
+checkpoint.
 
-Knows rows by their index. It reads the content of parts only to find where a run resumes.
+Knows rows by their index. The content of parts is read only to find where a run resumes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _AT_ONCE = 16  # parts that are read at a time
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The parts that an output holds. ``complete`` means that a part is shorter than the others, so it is the input's
-    last.
+    """The parts that an output holds. ``complete`` means that one part is shorter than the others, so it is the last
+    part of the input.
 
     ``sparse`` means that parts exist after a missing one, because several workers write them. ``rows`` is the number of
     rows in all parts. ``stale`` has the failed rows of each part whose object of failed rows is missing or out of date.
@@ -45,7 +46,7 @@ class Done:
 
 
 class PartSink:
-    """Takes results in order and writes them as parts of ``rows`` rows: row i belongs to part i // rows."""
+    """Writes results, which it gets in order, as parts of ``rows`` rows: row i belongs to part i // rows."""
 
     def __init__(self, store: Store, rows: int, run: RunIdentity, retry: Retry) -> None:
         self._store = store
@@ -57,7 +58,7 @@ class PartSink:
         self._failed: list[bytes] = []
 
     async def write(self, result: Result) -> bool:
-        """Writes a result. Returns True if it completed a part, which is then durable."""
+        """Writes a result. Returns True if the result completes a part, which is then durable."""
         number, place = divmod(result.row.index, self._rows)
         assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
@@ -82,7 +83,8 @@ class PartSink:
 
 
 async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
-    """Writes an object that does not exist yet. After a lost answer the object may exist with the same bytes.
+    """Writes an object that does not exist yet. If the store's answer to an earlier try was lost, the object may exist
+    with the same bytes; this is not an error.
 
     Raises ObjectExists if it exists with other bytes.
     """
@@ -121,7 +123,7 @@ async def find_done(store: Store, rows: int, retry: Retry) -> Done:
 
 
 async def mend_errors(store: Store, done: Done, retry: Retry) -> None:
-    """Writes again the objects of failed rows that ``find_done`` found missing or out of date."""
+    """Rewrites the objects with failed rows that ``find_done`` found to be missing or out of date."""
     for number, failed in done.stale.items():
         await put_errors(store, number, failed, retry)
 
@@ -175,6 +177,7 @@ def failed_lines(part: bytes) -> bytes:
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
     """Writes the failed rows of a part.
 
-    If no row failed in the end, the object is empty: not every writer may delete.
+    If no row has failed, the object is written without content, because not every writer has the permission to delete
+    it.
     """
     await retry.run(store.put, errors_name(number), failed)

@@ -1,6 +1,6 @@
 """Reads the rows of objects, in order: chooses the ranges to fetch, and parses the rows in them.
 
-An object that cannot be read is one row with a failure, in its place.
+An object that cannot be read is replaced by one row with a failure.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cursor:
 
     @property
     def within(self) -> bool:
-        """True if this place is within an object, of which more rows may follow."""
+        """True if this place is within an object, which may have more rows."""
         return (self.line, self.chunk, self.member) != (None, None, None)
 
 
@@ -63,7 +63,7 @@ START = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """Bytes ``start`` to ``end`` of an object. ``skipped`` means that none of its rows is wanted, so it is not
+    """Bytes ``start`` to ``end`` of an object. ``skipped`` means that none of its rows is wanted, so the range is not
     fetched.
     """
 
@@ -82,7 +82,7 @@ class ObjectRange:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnRange:
-    """Bytes ``start`` to ``end`` of a Parquet file, with columns of a row group."""
+    """Bytes ``start`` to ``end`` of a Parquet file, which contain columns of a row group."""
 
     group: RowGroup
     info: ObjectInfo
@@ -101,10 +101,10 @@ Wanted = Callable[[int], bool]
 class Source:
     """Reads the rows of ``objects``, in the order of the run.
 
-    ``strict`` means that a table or an archive that cannot be read ends the run, because the number of its rows is
-    unknown then and other workers count on it. ``lines`` says for a key which lines of a table, members and lines of an
-    archive, or chunks of another object are rows; ranges after the last of them are not fetched. Nothing is read after
-    ``limit`` rows.
+    ``strict`` means that the run ends if a table or an archive cannot be read, because its number of rows is then
+    unknown and other workers rely on this number. ``lines`` says for a key which lines of a table, members and lines of
+    an archive, or chunks of another object are rows; ranges after the last of them are not fetched. Nothing is read
+    after ``limit`` rows.
     """
 
     store: ReadableStore
@@ -154,7 +154,7 @@ class Source:
     def first(self, cursor: Cursor) -> int:
         """Returns the number of the first object with rows after the cursor.
 
-        Raises RunRefused if it is not in the run.
+        Raises RunRefused if the cursor's object is not in the run.
         """
         if cursor.key is None:
             return 0
@@ -290,7 +290,9 @@ class Source:
         return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lambda number: number > line)
 
     async def _opened(self, reading: _Object, piece: ObjectRange, data: bytes) -> bytes | CloudError:
-        """Begins to read the rows or members of an object. Returns ``data``, or the error of another fetch."""
+        """Begins to read the rows or members of an object. Returns ``data``, or the error if the archive's directory
+        cannot be fetched.
+        """
         info = piece.listed.info
         if piece.listed.failure is not None or not piece.kind.many:
             return data
@@ -321,9 +323,9 @@ class Source:
 
 
 def _order(place: tuple[int, int | None]) -> tuple[int, float]:
-    """Returns an archive row's place, to be compared: its member and line.
+    """Returns the place of an archive's row, its member and line, in a form that can be compared.
 
-    A line of None is the whole member or its end.
+    If the line is None, the place is the whole member or its end.
     """
     return place[0], _LAST if place[1] is None else place[1]
 
@@ -358,7 +360,8 @@ class _Object:
         return self.last is not None and self.reader.number >= self.last
 
     def begin(self, members: Kind | None, divider: Tar | Zip) -> None:
-        """Begins to read. ``members`` says how all members of an archive are read; None means that their names say how.
+        """Begins to read. ``members`` is the kind of all members of an archive; None means that their names say the
+        kind.
 
         Raises Damaged.
         """
@@ -372,8 +375,9 @@ class _Object:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
 
     def failed(self, index: int, piece: ObjectRange, failure: Failure) -> Iterator[Row]:
-        """Yields the failed rows of an object that cannot be read from this range on: one, or one for each chunk that
-        is a row."""
+        """Yields the failed rows of an object that cannot be read any further. It is one row, or one for each chunk
+        that is a row.
+        """
         size = piece.listed.info.size
         if self.kind.many or self.chunking.chunk_bytes is None:
             yield self.lost(index, failure)

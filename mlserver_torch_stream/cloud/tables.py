@@ -1,6 +1,8 @@
-"""Divides tables into rows as their bytes arrive: JSON Lines, CSV and TSV, in any encoding, and chooses columns.
+"""Divides tables into rows as their bytes arrive, and chooses columns. Tables are JSON Lines, CSV or TSV, in any
+encoding.
 
-A record that cannot be read becomes a row with a failure, never an exception; its line says where it begins.
+A record that cannot be read becomes a row with a failure instead of an exception. The row's line is the line in which
+the record begins.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """How tables and archives are read. ``columns`` are the columns that make a row; without them the names in the
-    header are the keys of a row's body, as in JSONL. ``header`` means that the first record names the columns.
-    ``quote`` is a character, or empty for tables in which no character quotes. ``data`` means that rows are bytes for a
-    handler or a tensor; else they are prompts.
+    """How tables and archives are read. ``columns`` are the columns that form a row. If there are none, the names in
+    the header are the keys of a row's body, as in JSONL. ``header`` means that the first record names the columns.
+    ``quote`` is the quote character; it is empty for tables without quoting. With ``data``, rows are bytes for a
+    handler or a tensor; otherwise they are prompts.
 
-    With ``archives`` they are read member by member, and ``members``, a glob, chooses some; otherwise an archive is a
-    whole object.
+    With ``archives``, archives are read member by member, and only the members that match the glob ``members``, if it
+    is set. Otherwise an archive is a whole object.
     """
 
     columns: tuple[Column, ...] = ()
@@ -116,7 +118,7 @@ class TableBroken(Damaged):
 
 
 class Record:
-    """Reads one CSV record, line after line. ``fields`` has the bytes of each field whose end has been read."""
+    """Reads one CSV record, line after line. ``fields`` has the bytes of each field that has been read completely."""
 
     def __init__(self, delimiter: bytes, quote: bytes) -> None:
         self._delimiter = delimiter
@@ -127,7 +129,9 @@ class Record:
         self.size = 0
 
     def add(self, line: bytes) -> bool:
-        """Adds a line. Returns True if the record ends with it. Raises ValueError if a quote is in a wrong place."""
+        """Adds a line. Returns True if the record ends with this line. Raises ValueError if a quote is in a wrong
+        place.
+        """
         self.size += len(line) + 1
         text = line.removesuffix(b"\r")
         if not self._open and (not self._quote or self._quote not in text):
@@ -207,7 +211,7 @@ class RowReader:
             yield from self._failed(self.number, "has a quote that is never closed")
 
     def record(self, number: int, record: Mapping[str, Any], names: Sequence[str]) -> Row:
-        """Returns the row of a record of Parquet, its values by their columns. ``names`` are the names of the chosen
+        """Returns the row for a Parquet record, which maps columns to values. ``names`` are the names of the chosen
         columns, in order.
         """
         try:
@@ -226,7 +230,7 @@ class RowReader:
     def _utf8(self, data: bytes, last: bool) -> bytes:
         """Returns the text in UTF-8.
 
-        A byte that is not a character becomes invalid UTF-8, which its line reports later.
+        Bytes that cannot be decoded become invalid UTF-8, which is reported later for their line.
         """
         if self._text is None:
             return data
@@ -324,7 +328,7 @@ class RowReader:
         return row if self._member is None else replace(row, member=self._member)
 
     def _chosen(self, number: int, values: Mapping[str | None, Any]) -> Row:
-        """Returns a row of the chosen values, by their fields."""
+        """Returns a row of the chosen values, which are given by field."""
         if not self._tables.data:
             prompt = values.get("prompt", values.get(None))
             if not isinstance(prompt, str):
@@ -366,7 +370,9 @@ class RowReader:
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a value of Parquet as JSON has it: dates and times in ISO 8601, decimals as text. Raises ValueError."""
+    """Returns a Parquet value as JSON can represent it: dates and times in ISO 8601, decimals as text. Raises
+    ValueError.
+    """
 
     def as_text(part: Any) -> str:
         if isinstance(part, datetime.date | datetime.time):
@@ -393,5 +399,5 @@ def _decoded(field: bytes) -> str:
 
 
 def _twice(names: Sequence[str], columns: Sequence[Column]) -> bool:
-    """True if a column is chosen by a name that two columns have."""
+    """True if a column is chosen by a name that several columns have."""
     return any(isinstance(each.column, str) and names.count(each.column) > 1 for each in columns)

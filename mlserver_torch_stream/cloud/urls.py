@@ -1,7 +1,7 @@
-"""Reads the objects of a list of URLs: over HTTP and HTTPS from any hosts, and from several buckets.
+"""Reads the objects in a list of URLs, over HTTP and HTTPS from any hosts, and from several buckets.
 
-Over HTTP no key, cookie or storage option is sent. The query of a URL may be a signature: it is sent to the URL's host,
-and stands in no key, message or log.
+Over HTTP no key, cookie or storage option is sent. The query of a URL may contain a signature: it is sent only to the
+URL's host, and appears in no key, message or log.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CONNECT_S = 10.0
 def read_url_list(data: bytes) -> dict[str, str]:
     """Returns the URL of each key. A line is a URL, ``{"key": URL}``, or ``{"key": NAME, "url": URL}``.
 
-    Without a name the key is the URL, over HTTP without its query and fragment. Raises RunRefused, which names the
-    line.
+    If there is no name, the key is the URL; for HTTP and HTTPS without query and fragment. Raises RunRefused, which
+    names the line.
     """
     return manifest_entries(data, _entry)
 
@@ -67,7 +67,7 @@ def _entry(line: str, number: int) -> tuple[str, str]:
 
 
 def _key_of(url: str, where: str) -> str:
-    """Raises RunRefused, whose message has no part of the URL that could be secret."""
+    """Raises RunRefused. The message does not contain any part of the URL that could be secret."""
     scheme, _, rest = url.partition("://")
     if scheme in _BUCKETS:
         bucket, _, key = rest.partition("/")
@@ -94,10 +94,11 @@ def _web_url(text: str) -> URL:
 
 
 def redirected(url: URL, location: str) -> URL:
-    """Returns the URL to which ``url`` redirects: HTTPS on any host, or from HTTP to HTTP on the same host and port.
+    """Returns the URL to which ``url`` redirects. HTTPS is allowed on any host, and HTTP only from HTTP on the same
+    host and port.
 
-    A server can therefore not lead a run to services without certificates in its network, such as a cloud's metadata.
-    Raises RunRefused, whose message has no path and no query.
+    Therefore a server cannot redirect a run to services without certificates in the run's network, such as a cloud's
+    metadata service. Raises RunRefused, whose message has no path and no query.
     """
     try:
         target = url.join(_web_url(location))
@@ -112,12 +113,12 @@ def redirected(url: URL, location: str) -> URL:
 
 
 class UrlStore:
-    """Reads the objects of ``urls``, by their keys, each from its own host or bucket.
+    """Reads the objects of ``urls``, which maps keys to URLs. The URLs may have different hosts and buckets.
 
     ``options`` are passed to the object-store library, for buckets only; with options all buckets must be of one kind.
     ``stall_s`` is the longest silence within one answer, in seconds.
 
-    Objects over HTTP are read while the store is ``connected``.
+    Objects can be read over HTTP only while the store is ``connected``.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class UrlStore:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Connections are kept until the last such context has ended."""
+        """Keeps connections until the last such context has ended."""
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._stall_s)
             jar = aiohttp.DummyCookieJar()
@@ -155,8 +156,8 @@ class UrlStore:
                 await close_session(session)
 
     async def head(self, key: str) -> ObjectInfo:
-        """Returns the object as it is now. Over HTTP it requests the first byte, because a URL may be signed for GET
-        only.
+        """Returns the object's current version. Over HTTP it requests the first byte, because a URL may be signed only
+        for GET.
         """
         found = self._in_bucket(key)
         if found is not None:
@@ -166,8 +167,8 @@ class UrlStore:
             return _info(key, answer)
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
-        """Returns bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged if the object is
-        another version.
+        """Returns bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged if the object
+        has another version.
         """
         found = self._in_bucket(info.key)
         if found is not None:
@@ -185,7 +186,7 @@ class UrlStore:
                 yield chunk
 
     def _in_bucket(self, key: str) -> tuple[Store, str] | None:
-        """Returns the store of an object in a bucket, and the object's key in it."""
+        """Returns the store for an object in a bucket, and the object's key in this store."""
         scheme, _, rest = self.urls[key].partition("://")
         if scheme in _WEB:
             return None
@@ -197,7 +198,7 @@ class UrlStore:
 
     @asynccontextmanager
     async def _got(self, key: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields an answer with bytes of the object, after redirects. Raises CloudError."""
+        """Follows redirects, and yields a response with bytes of the object. Raises CloudError."""
         assert self._session is not None, "read outside of ``connected``"
         url = _web_url(self.urls[key])
         try:
@@ -255,7 +256,9 @@ def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
 
 
 async def _part(info: ObjectInfo, answer: aiohttp.ClientResponse, start: int, end: int) -> AsyncGenerator[bytes, None]:
-    """Bytes ``start`` to ``end`` of an answer that has them, or the whole object. Raises RunRefused."""
+    """Yields bytes ``start`` to ``end`` of the object from a response that has this range or the whole object. Raises
+    RunRefused.
+    """
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     before = start - int(match[1]) if match else start  # bytes of the answer that were not asked for
     if before and (match or info.size > MAX_BYTES_WITHOUT_RANGES):

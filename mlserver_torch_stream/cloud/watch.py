@@ -1,10 +1,10 @@
 """Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
-A result's name follows from the object's key, its version and the configuration, so that an object that is announced
-twice is inferred once. The result of an archive is a folder of that name, with the output of a run over the archive
-alone; when the archive is announced again after a kill, it goes on after the parts that exist. Polling needs keys that
-grow, as times and counters do: it sees neither a key before its cursor nor a new version of a key that it has seen. A
-queue reports both.
+A result's name is derived from the object's key, its version and the configuration, so that an object that is announced
+twice is inferred only once. The result of an archive is a folder with this name, which holds the output of a run over
+only this archive. If the process is killed and the archive is announced again, the run continues after the existing
+parts. Polling needs keys in increasing order, such as times and counters. It finds neither a key before its cursor nor
+a new version of a known key. A queue reports both.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LOOK_S = 1.0  # the time between two looks at an archive's result that another 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A new object. ``done`` is awaited once its result is durable, or once the object turns out to be gone."""
+    """A new object. ``done`` is awaited when its result is durable, or when the object is found to be deleted."""
 
     key: str
     done: Callable[[], Awaitable[None]]
@@ -63,7 +63,8 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """Infers new objects. At most ``objects`` are inferred at a time, each by the stages of a run with ``limits``.
+    """Infers new objects. At most ``objects`` objects are inferred at a time. Each goes through the stages of a run,
+    with these ``limits``.
 
     ``report`` gets a line for each object that is deleted before it is read, or that fails as a whole. ``created`` is
     the creation time in the output rows, in seconds since the epoch; None means the time when their object was begun.
@@ -171,7 +172,7 @@ class Watcher:
         await announced.done()
 
     async def _infer_archive(self, listed: Listed) -> None:
-        """Writes the parts that an archive's result lacks, or waits while another watcher writes them."""
+        """Writes the missing parts of an archive's result, or waits while another watcher writes them."""
         run = self.archive_run(listed.info)
         assert run.output is not None
         name = run.output.removeprefix(f"{self.output.url}/")
@@ -193,8 +194,8 @@ class Watcher:
     async def _listed(self, key: str) -> Listed:
         """Returns the object's current version.
 
-        An object without permission to read gets a result that says so. The name of that result has no version, so that
-        the object is inferred if it is announced again when it can be read.
+        If there is no permission to read the object, its result says so. The name of this result does not depend on a
+        version, so that the object is inferred if it is announced again when it can be read.
         """
         try:
             return Listed(await self.retry.run(self.store.head, key))
@@ -202,7 +203,9 @@ class Watcher:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
     async def _inferred(self, listed: Listed) -> bytes:
-        """Returns the results of all rows of an object; if they exceed ``MAX_RESULT_BYTES``, one row that says so."""
+        """Returns the results of all rows of an object. If they exceed ``MAX_RESULT_BYTES``, returns one row that says
+        so.
+        """
         info, data = listed.info, bytearray()
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
@@ -302,7 +305,7 @@ class Poller:
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """Returns the first new keys, at most as many as may be open; the next poll finds the rest."""
+        """Returns the first new keys, at most as many as may be open. The next poll finds the remaining keys."""
         keys: list[str] = []
         most = _MAX_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):

@@ -32,7 +32,7 @@ _Cached = Annotated[Any, Ignored()]  # no marks are needed, since every prefix i
 
 
 class TextBlock(Body):
-    """Text of a message, of the system prompt or of a tool's result."""
+    """A text block of a message, of the system prompt or of a tool's result."""
 
     type: Literal["text"]
     text: Text
@@ -144,7 +144,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """How much the model reasons, and what its answer must match."""
+    """How much the model reasons, and the schema that its answer must match."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None

@@ -24,7 +24,7 @@ _CONVERTED = frozenset({"messages", "system", "tools", "tool_choice", "output_co
 
 
 def own_name(field: str) -> str:
-    """Returns the name that Anthropic's body has for ``field`` of a chat's body."""
+    """Returns the name in Anthropic's body of the parameter that is called ``field`` in a chat's body."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]

@@ -1,7 +1,7 @@
 """Installs all patches of MLServer.
 
-MLServer passes neither its settings nor its servers to a model. So the REST server is found in a patched method: when
-it starts, or when it registers a model of ours.
+MLServer passes neither its settings nor its servers to a model. Therefore two methods of the REST server are patched to
+find it: the one that starts it, and the one by which it registers a model of ours.
 """
 
 from __future__ import annotations
@@ -79,14 +79,16 @@ def _starting(
 
 
 def keep_out_of_workers(settings: ModelSettings) -> None:
-    """Has MLServer run this model in the main process, whatever the server's ``parallel_workers`` is."""
+    """Makes MLServer run this model in the main process, whatever the server's ``parallel_workers`` is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the field will be removed in MLServer 1.8
         settings.parallel_workers = 0
 
 
 def keep_out_of_the_cache(settings: ModelSettings) -> None:
-    """Switches MLServer's response cache off for this model; every client would get the first client's sample."""
+    """Switches MLServer's response cache off for this model, because otherwise every client would get the first
+    client's sample.
+    """
     settings.cache_enabled = False
 
 

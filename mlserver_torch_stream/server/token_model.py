@@ -30,7 +30,7 @@ Start = Callable[[Opened], Awaitable[None]]
 
 
 class TokenReply:
-    """Reads the token stream that ``start`` opens, once, as a stream of messages or as a whole.
+    """The reply from the token stream that ``start`` opens. It can be read once, as a stream of messages or as a whole.
 
     ``posted`` is the body of a REST request. If ``reads_following`` is true, ``start`` reads all further messages of
     the gRPC stream.
@@ -101,7 +101,7 @@ class TokenReply:
         return encoder.body()
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """Returns the whole REST reply, and the raw bytes that follow its JSON, or None."""
+        """Returns the whole REST reply, and the raw bytes after its JSON; None if there are no such bytes."""
         whole = await self.whole()
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
@@ -122,7 +122,9 @@ class TokenReply:
         return self._stream
 
     def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """Splits a failed last event into its tokens and its failure. Raises the error if nothing was sent yet."""
+        """Splits the last event of a failed sequence into its tokens and its failure. Raises the error instead if
+        nothing has been sent.
+        """
         if event.error is not None and not self._begun and not event.size:
             raise as_request_error(event.error)
         self.error = self.error or event.error
@@ -143,7 +145,9 @@ class TokenReply:
 
 
 class PromptReply:
-    """The reply to a request about a prompt alone: the result of ``answer``, which is called once, in a thread."""
+    """The reply to a request that concerns only a prompt. It is the result of ``answer``, which is called once, in a
+    thread.
+    """
 
     keep_alive = b""
     reads_following = False
@@ -185,7 +189,9 @@ class TokenModel(ServedModel):
 
     @property
     def adapters(self) -> AdapterSet | None:
-        """The model's LoRA adapters; None if its engine does not support adapters, or the model has no engine now."""
+        """The model's LoRA adapters; None if its engine does not support adapters, or if the model currently has no
+        engine.
+        """
         try:
             found: AdapterSet | None = self._slot.built.adapters
         except NotServing:
@@ -198,8 +204,8 @@ class TokenModel(ServedModel):
         return frozenset() if self.adapters is None else self.adapters.names
 
     def most_open(self) -> int:
-        """Returns the number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises
-        NotServing.
+        """Returns ``max_num_seqs``, which is also the number of requests of one gRPC stream that may run at once.
+        Raises NotServing.
         """
         return int(self._slot.built.engine.info.max_num_seqs)
 

@@ -30,8 +30,9 @@ _TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """The result of checking a batch's input. ``problems`` says why no item is answered; empty if the input is
-    valid."""
+    """The result of checking a batch's input. ``problems`` are the reasons why no item is answered; empty if the input
+    is valid.
+    """
 
     items: int = 0
     models: tuple[str, ...] = ()
@@ -68,8 +69,9 @@ _Line = tuple[bytes, bool, str | None]  # the line, whether it has an answer, an
 
 
 class OutputFile:
-    """A file that begins with its first line. ``file_id`` is None before that. ``codes`` are the codes of its
-    errors."""
+    """An output file, which is created when its first line is written. ``file_id`` is None before that. ``codes`` are
+    the error codes of its lines.
+    """
 
     def __init__(self, files: FileStore, file_id: str) -> None:
         self.items = 0
@@ -106,7 +108,7 @@ async def write_output_files(
 ) -> tuple[OutputFile, OutputFile]:
     """Writes and returns the file of the answers and the file of the errors. Raises CloudError.
 
-    ``missing`` yields the output lines from a given number on, which no part holds.
+    ``missing`` yields the output lines from a given number on; they are not in any part.
     """
     answered = OutputFile(files, output_file_id(batch_id, "output"))
     failed = OutputFile(files, output_file_id(batch_id, "errors"))

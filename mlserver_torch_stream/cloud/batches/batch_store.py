@@ -1,4 +1,4 @@
-"""Keeps files and the records of batches in one folder or bucket, as JSON objects beside the contents of the files.
+"""Stores files and the records of batches in one folder or bucket: JSON objects, and the contents of the files.
 
 The methods raise CloudError, and NoSuchObject for an object that is missing.
 """
@@ -86,7 +86,7 @@ class _Objects(Generic[T]):
         self._retry = retry
 
     async def get(self, object_id: str) -> T:
-        """Returns the object with this id. Raises NoSuchObject, also for a text that is not an id."""
+        """Returns the object with this id. Raises NoSuchObject if there is none, or if the text is not an id."""
         if is_id(self._prefix, object_id):
             with suppress(ObjectMissing):
                 return self._loads(await self._retry.run(self._store.get, object_id + _SUFFIX))
@@ -139,9 +139,9 @@ def content_key(file_id: str) -> str:
 
 
 class FileStore(_Objects[dict[str, Any]]):
-    """Stores files: their objects, and their bytes in ``contents``.
+    """Stores files. Their JSON objects are in this store, and their bytes in ``contents``.
 
-    The object of a file is written last; the file exists from then on.
+    The JSON object of a file is written last; the file exists only from then on.
     """
 
     def __init__(self, objects: Store, contents: Store, retry: Retry, ids: IdMaker) -> None:
@@ -186,7 +186,7 @@ class FileUpload:
         return self._content.size
 
     async def end(self, filename: str) -> dict[str, Any]:
-        """Ends the file and returns its object. If the object cannot be written, the content is deleted."""
+        """Ends the file and returns its JSON object. If the JSON object cannot be written, the content is deleted."""
         described = {
             "id": self.id,
             "object": "file",
@@ -244,7 +244,7 @@ class BatchStore(_Objects[BatchRecord]):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlaces:
-    """The places of files and batches below ``url``, a folder or bucket.
+    """The stores of files and batches below ``url``, a folder or bucket.
 
     ``runs/<batch>`` holds the parts of a batch that has not ended.
     """
@@ -256,7 +256,7 @@ class BatchPlaces:
 
     @classmethod
     def open(cls, url: str, ids: IdMaker) -> BatchPlaces:
-        """Opens the stores. Raises BatchesOff, also if the object-store library is not installed."""
+        """Opens the stores. Raises BatchesOff if the URL or the object-store library cannot be used."""
         if url.startswith(("http://", "https://")):
             raise BatchesOff("an HTTP server is for reading; files and batches need s3, gs, az or a folder")
         retry = Retry()
@@ -278,7 +278,7 @@ class BatchPlaces:
     def open_run(self, batch_id: str) -> Store:
         """Opens the store of a batch's parts.
 
-        Raises StoreUnavailable, never RunRefused: the store was opened before, so a later attempt may succeed.
+        Raises StoreUnavailable instead of RunRefused: the store could be opened before, so a later attempt may succeed.
         """
         try:
             return Store.open(self.run(batch_id))
