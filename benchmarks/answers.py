@@ -1,12 +1,9 @@
-"""What was asked, and what a finished stream turned out to be.
-
-Knows no protocol and no clock.
-"""
+"""What was asked, what a client keeps of a stream while it runs, and what the finished stream turned out to be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -20,6 +17,29 @@ class Ask:
     new_tokens: int
     temperature: float = 0.0
     schema: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """The raw bytes of one answer and the times of their arrival, by ``time.perf_counter``.
+
+    ``started`` is when the client began, before it connected.
+    """
+
+    started: float = 0.0
+    ended: float = 0.0
+    chunks: list[tuple[float, bytes]] = field(default_factory=list)
+    on_change: Callable[[], None] | None = None  # for a run that waits until streams have begun
+
+    def add(self, at: float, chunk: bytes) -> None:
+        self.chunks.append((at, chunk))
+        if self.on_change is not None:
+            self.on_change()
+
+    def end(self, at: float) -> None:
+        self.ended = at
+        if self.on_change is not None:
+            self.on_change()
 
 
 @dataclass(frozen=True, slots=True)

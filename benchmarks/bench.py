@@ -22,10 +22,9 @@ from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
 from benchmarks.model_folder import measure_roofline, model_folder  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
 from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
-from benchmarks.servers import Contender, Ours  # noqa: E402
+from benchmarks.servers import EMBEDDED, Contender, Ours  # noqa: E402
 from benchmarks.sweep import Plan, run_sweeps  # noqa: E402
 
-EMBEDDED = "embedded://smollm2-135m-instruct"
 _OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight has not 2 bytes
 _ENDPOINTS = ("rest", "grpc", "openai")
 
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     ours = Ours(options.uri, json.loads(options.extra))
     folder = model_folder(ours.uri, ours.extra)
-    prompts = Prompts(folder, options.seed)
+    prompts = Prompts(folder)
     cases = make_cases(options.cases, options.scale, prompts)
     plan = Plan(cases, options.scale, prompts, options.sweeps, options.endpoints, say=say)
     contenders: dict[str, Contender] = {ours.name: ours}
@@ -47,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         contenders[before.name] = replace(ours, name=before.name, python=before / ".venv" / "bin" / "python")
     more = {} if _OTHER_WEIGHTS & ours.extra.keys() else roofline(folder)
     result = measure(options, "bench", plan, contenders, {"extra": ours.extra, **more})
-    print(report.as_text(result))
+    print(report.as_markdown(result))
     return 0
 
 
@@ -58,17 +57,9 @@ def measure(
     described = machine.describe()
     if (busy := machine.warning(described)) is not None:
         say(f"warning: {busy}")
-    head = {
-        "run": described["date"],
-        "name": name,
-        "commit": commit(),
-        "machine": described,
-        "model": options.uri,
-        "sweeps": plan.sweeps,
-        "scale": asdict(plan.scale),
-        **more,
-        "servers": {each: contender.versions() for each, contender in contenders.items()},
-    }
+    head = {"run": described["date"], "name": name, "commit": commit(), "machine": described, "model": options.uri,
+            "sweeps": plan.sweeps, "scale": asdict(plan.scale), **more,
+            "servers": {each: contender.versions() for each, contender in contenders.items()}}  # fmt: skip
     with tempfile.TemporaryDirectory() as nowhere:
         path = options.output or (
             Path(nowhere) / "quick.jsonl" if options.quick else FOLDER / f"{machine.chip()}.jsonl"
@@ -114,7 +105,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extra", default="{}", help="our parameters.extra, as JSON")
     parser.add_argument("--cases", help="names as in cases.py, separated by commas")
     parser.add_argument("--sweeps", type=int, help="servers are started again for each (default: 2; --quick: 1)")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
     parser.add_argument("--new-tokens", type=int, help="per stream (default: 128; --quick: 8)")
     parser.add_argument("--quick", action="store_true", help="a few tokens, a few cases, kept nowhere: does it work?")
     parser.add_argument("--output", type=Path, help="file of results (default: benchmarks/results/CHIP.jsonl)")

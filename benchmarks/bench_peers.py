@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import bench, report  # noqa: E402
 from benchmarks.cases import make_cases  # noqa: E402
 from benchmarks.model_folder import NoFolder, gguf_file, model_folder  # noqa: E402
-from benchmarks.peers import PEERS  # noqa: E402
+from benchmarks.peers import FOLDER, PEERS, make_peer  # noqa: E402
 from benchmarks.peers.llama_cpp import LlamaCpp  # noqa: E402
 from benchmarks.peers.peer import Peer, PeerUnavailable  # noqa: E402
 from benchmarks.prompts import Prompts  # noqa: E402
@@ -48,8 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.install_only:
         return 1 if any(result["not_installed"] for result in results) else 0
     for result in results:
-        print(report.as_text(result), end="\n\n")
-    print("\n".join(report.aligned(report.comparison(results))))
+        print(report.as_markdown(result), end="\n\n")
+    if len(results) > 1:
+        print(report.markdown(report.comparison(results)))
     return 1 if any(result["servers"][0]["failures"] for result in results) else 0
 
 
@@ -73,7 +73,7 @@ def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: 
     if options.install_only:
         return {"not_installed": missing}
     contenders |= {peer.name: peer for peer in peers}
-    prompts = Prompts(folder, options.seed)
+    prompts = Prompts(folder)
     cases = make_cases(options.cases, options.scale, prompts)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     needed = SHAPES[shape].parameters(vocabulary) * BITS[kind] / 8 / 2**20 + _SPARE_MIB if shape else 0.0
@@ -89,24 +89,11 @@ def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     bench.add_common(parser)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--peers", help=f"of {', '.join(PEERS)}; default: all")
-    parser.add_argument(
-        "--shape", help=f"of {', '.join(SHAPES)}: models of random weights (default: the model of --uri)"
-    )
-    parser.add_argument(
-        "--format", default=_BF16, help=f"of {', '.join(_FORMATS)}; own: the GGUF file of --uri (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--streams", help="at once (default: 1,4,16,32; with --shape 1,4,16); beside them p128 and p2000"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=cache / "mlserver-torch-stream" / "peers",
-        help="their environments (%(default)s)",
-    )
-    parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or None, help="where torch comes from")
+    parser.add_argument("--shape", help=f"of {', '.join(SHAPES)}: models of random weights (default: that of --uri)")
+    parser.add_argument("--format", default=_BF16, help=f"of {', '.join(_FORMATS)}; own: the GGUF file of --uri")
+    parser.add_argument("--streams", help="at once (1,4,16,32; with --shape 1,4,16); beside them p128 and p2000")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="their environments (%(default)s)")
     parser.add_argument("--install-only", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
     streams = options.streams.split(",") if options.streams else _SHAPE_STREAMS if options.shape else _STREAMS
@@ -137,15 +124,10 @@ def _weights_file(kind: str, options: argparse.Namespace, model: Path) -> Path:
     """The GGUF file that all servers get. Raises NoFolder or PeerUnavailable."""
     if kind == _OWN:
         return gguf_file(options.uri)
-    converter = _peer("llama.cpp", options, model)
+    converter = make_peer("llama.cpp", options.folder, model)
     assert isinstance(converter, LlamaCpp)
     converter.install()
     return converter.convert(kind)
-
-
-def _peer(name: str, options: argparse.Namespace, model: Path, weights: Path | None = None) -> Peer:
-    make, folder = PEERS[name]
-    return make(options.folder.resolve() / folder, model, options.torch_index, weights=weights)
 
 
 def _install(
@@ -154,7 +136,7 @@ def _install(
     """Those that are there, and of the others why they are not."""
     peers, missing = [], {}
     for name in options.peers:
-        peer = _peer(name, options, model, weights)
+        peer = make_peer(name, options.folder, model, weights)
         if kind != _BF16 and not peer.reads_gguf:
             missing[name] = f"reads no GGUF file, so not {kind}"
             continue

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,21 +28,43 @@ from typing import Any
 import aiohttp
 
 from benchmarks import machine
-from benchmarks.bench import EMBEDDED
-from benchmarks.figures import percentile
+from benchmarks.figures import Figures, percentile
 from benchmarks.model_folder import model_folder
+from benchmarks.peers import FOLDER
 from benchmarks.peers.torchserve.peer import OurTorchServe, PredictionServer, TorchServe, serving
 from benchmarks.process import cpu_seconds
 from benchmarks.prompts import Prompts
+from benchmarks.servers import EMBEDDED
 
 _PROMPT_TOKENS = 32
-_BATCH_DELAY_MS = 50
 _CLIENTS, _BATCH_SIZES = (1, 4, 16), (1, 16)
-_CONNECTIONS = 64
 _WRK = 'wrk.method="POST"\nwrk.body="x"\nwrk.headers["Content-Type"]="application/octet-stream"\n'
+_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 
-Figures = dict[str, float]
-Measured = dict[str, dict[str, list[Figures]]]  # by server and cell, one a round
+Servers = Sequence[PredictionServer]
+
+
+class Measured:
+    """The figures by server and cell, each of several rounds. Each one is printed as it comes."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[str, dict[str, list[Figures]]] = {}
+
+    def add(self, server: str, cell: str, figures: Figures) -> None:
+        self._rounds.setdefault(server, {}).setdefault(cell, []).append(figures)
+        print(json.dumps({"server": server, "cell": cell, **figures}), file=sys.stderr)
+
+    def medians(self, server: str) -> dict[str, Figures]:
+        cells = self._rounds[server].items()
+        return {
+            cell: {name: round(median(each[name] for each in rounds), 2) for name in rounds[0]}
+            for cell, rounds in cells
+        }
+
+
+def _in_turn(servers: Servers, number: int) -> Servers:
+    """The other way about in each second round."""
+    return servers if number % 2 == 0 else servers[::-1]
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> tuple[list[str], float, float]:
@@ -67,72 +88,59 @@ async def _cell(session: aiohttp.ClientSession, url: str, asked: Sequence[Mappin
     got, wanted = sum(len(ids) for ids, _, _ in answers), sum(body["max_new_tokens"] for body in asked)
     if got != wanted:
         raise RuntimeError(f"{got} tokens instead of {wanted}")
-    first = percentile([first for _, first, _ in answers], 0.5)
-    whole = percentile([each for _, _, each in answers], 0.5)
+    _, firsts, wholes = zip(*answers, strict=True)
+    first, whole = percentile(firsts, 0.5), percentile(wholes, 0.5)
     return {"tokens_per_s": got / seconds, "first_ms": first * 1000, "whole_ms": whole * 1000}, answers[0][0]
 
 
-async def _rounds(urls: Mapping[str, str], batch_size: int, prompts: Prompts, options: argparse.Namespace) -> Measured:
-    """Each cell is measured on one server right after the other, and again in the next round, the other way about."""
-    found: Measured = {name: {} for name in urls}
+async def _cells(
+    servers: Servers,
+    urls: Mapping[str, str],
+    batch: int,
+    prompts: Prompts,
+    options: argparse.Namespace,
+    found: Measured,
+) -> None:
+    """Each cell is measured on one server right after the other."""
     unlimited = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(total=None)) as session:
         for url in urls.values():
             await _ask(session, url, {"prompt": "Warm up.", "max_new_tokens": 4, "stream": True})
-        for number in range(options.rounds):
-            for stream, clients in itertools.product((True, False), _CLIENTS):
-                texts = [prompts.text(_PROMPT_TOKENS, clients, index)[0] for index in range(clients)]
-                asked = [{"prompt": text, "max_new_tokens": options.tokens, "stream": stream} for text in texts]
-                name = f"batch {batch_size}, {clients} clients, {'streamed' if stream else 'whole'}"
-                ids = []
-                for server in list(urls) if number % 2 == 0 else list(urls)[::-1]:
-                    figures, tokens = await _cell(session, urls[server], asked)
-                    found[server].setdefault(name, []).append(figures)
-                    ids.append(tokens)
-                    _say(server, name, figures)
-                if clients == 1 and ids[0] != ids[1]:
-                    raise RuntimeError(f"{name}: the servers' tokens differ")
-    return found
+        for number, stream, clients in itertools.product(range(options.rounds), (True, False), _CLIENTS):
+            texts = [prompts.text(_PROMPT_TOKENS, clients, index)[0] for index in range(clients)]
+            asked = [{"prompt": text, "max_new_tokens": options.tokens, "stream": stream} for text in texts]
+            name = f"batch {batch}, {clients} clients, {'streamed' if stream else 'whole'}"
+            ids = []
+            for server in _in_turn(servers, number):
+                figures, tokens = await _cell(session, urls[server.name], asked)
+                found.add(server.name, name, figures)
+                ids.append(tokens)
+            if clients == 1 and ids[0] != ids[1]:
+                raise RuntimeError(f"{name}: the servers' tokens differ")
 
 
-def _generate(servers: Sequence[PredictionServer], model: Path, options: argparse.Namespace) -> Measured:
+def _tokens(servers: Servers, options: argparse.Namespace, found: Measured) -> None:
     """Both servers run at the same time, and one of them is asked."""
-    prompts, found = Prompts(model, 1), _nothing(servers)
-    for batch_size in _BATCH_SIZES:
-        config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": batch_size, "maxBatchDelay": _BATCH_DELAY_MS}
-        config |= {"responseTimeout": 600}
+    model = model_folder(EMBEDDED, {})
+    for batch in _BATCH_SIZES:
+        config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": batch, "maxBatchDelay": 50, "responseTimeout": 600}
         with ExitStack() as stack:
             urls = {}
             for server in servers:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 serves = serving(server, folder, "tokens", config, {"model_path": str(model)})
                 urls[server.name], _ = stack.enter_context(serves)
-            cells = asyncio.run(_rounds(urls, batch_size, prompts, options))
-        for name, figures in cells.items():
-            found[name] |= figures
-    return found
+            asyncio.run(_cells(servers, urls, batch, Prompts(model), options, found))
 
 
-def _answer_at_once(servers: Sequence[PredictionServer], model: Path, options: argparse.Namespace) -> Measured:
+def _requests(servers: Servers, options: argparse.Namespace, found: Measured) -> None:
     """The servers run in turn."""
-    found = _nothing(servers)
     for number in range(options.rounds):
-        for server in servers if number % 2 == 0 else servers[::-1]:
-            figures = _requests(server, options.seconds)
-            found[server.name].setdefault("requests", []).append(figures)
-            _say(server.name, "requests", figures)
-    return found
+        for server in _in_turn(servers, number):
+            found.add(server.name, "requests", _by_wrk(server, options.seconds))
 
 
-def _nothing(servers: Sequence[PredictionServer]) -> Measured:
-    return {server.name: {} for server in servers}
-
-
-def _say(server: str, cell: str, figures: Figures) -> None:
-    print(json.dumps({"server": server, "cell": cell, **figures}), file=sys.stderr)
-
-
-def _requests(server: PredictionServer, seconds: int) -> Figures:
+def _by_wrk(server: PredictionServer, seconds: int) -> Figures:
     """Requests/s, and the CPU seconds of the server for 1,000 requests."""
     config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 100}
     with tempfile.TemporaryDirectory() as name:
@@ -140,61 +148,42 @@ def _requests(server: PredictionServer, seconds: int) -> Figures:
         folder.mkdir()
         script.write_text(_WRK)
         with serving(server, folder, "echo", config, job_queue_size=1000) as (url, pid):
-            wrk = ["wrk", "-t1", f"-c{_CONNECTIONS}", "--latency", "-s", str(script)]
+            wrk = ["wrk", "-t1", "-c64", "--latency", "-s", str(script)]
             subprocess.run([*wrk, "-d3s", url], check=True, capture_output=True)
             before = cpu_seconds(pid)
-            said = subprocess.run([*wrk, f"-d{seconds}s", url], check=True, capture_output=True, text=True)
+            said = subprocess.run([*wrk, f"-d{seconds}s", url], check=True, capture_output=True, text=True).stdout
             used = cpu_seconds(pid) - before
-    if "Non-2xx" in said.stdout or "Socket errors" in said.stdout:
-        raise RuntimeError(said.stdout)
-    rate = float(re.search(r"Requests/sec:\s*([\d.]+)", said.stdout)[1])  # type: ignore[index]
-    tails = {share: _ms(value) for share, value in re.findall(r"(50|99)%\s+([\d.]+\w+)", said.stdout)}
-    return {
-        "per_s": rate,
-        "p50_ms": tails["50"],
-        "p99_ms": tails["99"],
-        "cpu_s_per_1000": used / (rate * seconds) * 1000,
-    }
+    if "Non-2xx" in said or "Socket errors" in said:
+        raise RuntimeError(said)
+    rate = float(re.findall(r"Requests/sec:\s*([\d.]+)", said)[0])
+    tails = {f"p{share}_ms": float(at) * _MS[unit] for share, at, unit in re.findall(r"(50|99)%\s+([\d.]+)(\w+)", said)}
+    return {"per_s": rate, **tails, "cpu_s_per_1000": used / (rate * seconds) * 1000}
 
 
-def _ms(value: str) -> float:
-    number, unit = re.fullmatch(r"([\d.]+)(\w+)", value).groups()  # type: ignore[union-attr]
-    return float(number) * {"us": 0.001, "ms": 1.0, "s": 1000.0}[unit]
-
-
-_PARTS: dict[str, Callable[..., Measured]] = {"tokens": _generate, "requests": _answer_at_once}
+_PARTS: dict[str, tuple[Callable[..., None], str]] = {
+    "tokens": (_tokens, "tokens_per_s"),
+    "requests": (_requests, "per_s"),
+}
 
 
 def main(given: list[str] | None = None) -> int:
     """Prints the figures as one line of JSON. The status is 1 if a ratio is below 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_torchserve", description=__doc__)
     parser.add_argument("part", choices=tuple(_PARTS))
-    parser.add_argument("--uri", default=EMBEDDED, help="the model (%(default)s)")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer (%(default)s)")
     parser.add_argument("--seconds", type=int, default=10, help="of requests (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parser.add_argument("--folder", type=Path, default=cache / "mlserver-torch-stream" / "peers")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="with TorchServe's environment (%(default)s)")
     options = parser.parse_args(given)
-    model = model_folder(options.uri, {})
-    peer = TorchServe(options.folder.resolve() / "torchserve", model, os.environ.get("TORCH_INDEX") or None)
+    peer = TorchServe(options.folder.resolve() / "torchserve", model_folder(EMBEDDED, {}))
     peer.install()
-    described = machine.describe()
-    servers: tuple[PredictionServer, ...] = (peer, OurTorchServe())
-    found = _PARTS[options.part](servers, model, options)
-    shown = {
-        name: {
-            cell: {figure: round(median(each[figure] for each in rounds), 2) for figure in rounds[0]}
-            for cell, rounds in cells.items()
-        }
-        for name, cells in found.items()
-    }
-    theirs, mine = (shown[server.name] for server in servers)
-    figure = {"tokens": "tokens_per_s", "requests": "per_s"}[options.part]
+    described, servers, found = machine.describe(), (peer, OurTorchServe()), Measured()
+    measure, figure = _PARTS[options.part]
+    measure(servers, options, found)
+    shown = {server.name: found.medians(server.name) for server in servers}
+    theirs, mine = shown.values()
     ratios = {cell: round(mine[cell][figure] / theirs[cell][figure], 3) for cell in mine}
-    print(json.dumps({**described, "part": options.part, "rounds": options.rounds, "ratios": ratios, "servers": shown}))
-    if (warning := machine.warning(described)) is not None:
-        print(warning, file=sys.stderr)
+    machine.show(described, part=options.part, rounds=options.rounds, ratios=ratios, servers=shown)
     return int(min(ratios.values()) < 1)
 
 

@@ -1,52 +1,34 @@
-"""The cases by name: what is asked in each, and how a run of it becomes figures.
-
-c16          16 prompts of 128 tokens at once, 128 new tokens each; several waves where one is over in a second
-p2000        one prompt of 2,000 tokens on an idle server
-p2000-again  the same, when another prompt with the same beginning was answered just before
-c32+p2000    31 running streams, then one prompt of 2,000 tokens: its TTFT, and the ITL of the others meanwhile
-c2+32p16     one running stream, then 32 prompts of 16 tokens at once
-c2+16p128-2000  one running stream, then 16 prompts of 128 to 2,000 tokens at once: what ``step_target`` bounds
-mix          prompts of 32 to 1,500 tokens, answers of 16 to 400, arriving at random
-loop16       16 always in flight: prompts of 32 to 2,000 tokens, answers of 16 to 512
-copy         one stream after another that is to repeat what its prompt says twice: what prompt lookup is for
-prose        one stream after another that goes on with a page of a book: what prompt lookup is not for
-prose-drawn  the same, with a temperature of 0.8
-c16-list     16 answers at once that are kept to a JSON list, at the temperature 0.8; c16-free the same without a form
-turns16      16 short streams at once, the same in turn, and the latency of liveness beside 16 streams
-batch24      24 requests in turn, alone and while a batch of /v1/batches runs: the time to their first tokens
-"""
+"""The cases by name, as README.md lists them: what is asked in each, and how a run of it becomes figures."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+
+import httpx
 
 from benchmarks import load
-from benchmarks.answers import Answer, Ask, check_all
-from benchmarks.beside_batch import beside_batch
+from benchmarks.answers import Answer, Ask
 from benchmarks.figures import Figures, disturbance, span, spread, summarize
 from benchmarks.load import Endpoint
 from benchmarks.process import Usage
 from benchmarks.prompts import Prompts
-from benchmarks.recording import Recording
 
 DEFAULT = (
     *("c1", "c4", "c16", "c32", "c128", "p128", "p512", "p2000"),
     *("p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16"),
 )
-_DRAWN = 0.8  # the temperature of prose that is drawn
+_DRAWN = 0.8  # the temperature of answers that are not greedy
 _LIST = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}  # longer than an answer
 _SERIAL_STREAMS = 4  # enough to see a queue
-_NAME = re.compile(
-    r"c(?P<streams>\d+)(\+(?P<many>\d+)?p(?P<late>\d+)(-(?P<longest>\d+))?)?|p(?P<prompt>\d+)(?P<again>-again)?|(?P<mix>mix)|loop(?P<loop>\d+)"
-    r"|(?P<copy>copy)|(?P<prose>prose)(?P<drawn>-drawn)?|c(?P<kept>\d+)-(?P<form>list|free)|turns(?P<turns>\d+)"
-    r"|batch(?P<batch>\d+)"
-)
+_BATCH_STARTS_S = 120.0
+_BUSY = ("validating", "in_progress")
 
 
 @dataclass(frozen=True)
@@ -76,155 +58,229 @@ QUICK = Scale(
 )  # fmt: skip
 
 
-class UnknownCase(ValueError):
-    """A name that is no case."""
+class BatchTooShort(Exception):
+    """The batch did not run for as long as the clients asked."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One case, ready to be run any number of times: ``sweep`` gives each time prompts of its own."""
+class _Run:
+    """One run of a case against an endpoint. ``numbers`` are those of the case's name, ``sweep`` names the run."""
 
     name: str
+    numbers: Mapping[str, int]
     scale: Scale
     prompts: Prompts
+    endpoint: Endpoint
+    pid: int
+    sweep: object
 
-    @property
-    def needs_batching(self) -> bool:
-        """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
-        match = _match(self.name)
-        special = any(match[name] for name in ("mix", "loop", "late", "kept", "turns", "batch"))
-        return special or int(match["streams"] or 1) > _SERIAL_STREAMS
+    async def at_once(self) -> Figures:
+        streams = self.numbers["streams"]
+        waves = range(max(1, self.scale.wave_streams // streams))
+        return await self._waves([[self._ask(None, wave, index) for index in range(streams)] for wave in waves])
 
-    @property
-    def streams(self) -> int:
-        """As many as run at once, at the most."""
-        match = _match(self.name)
-        return max(int(match[name] or 1) for name in ("streams", "many", "loop", "kept", "turns"))
+    async def prompt(self) -> Figures:
+        return await self._waves([[self._ask(self.numbers["tokens"])]])
 
-    async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
-        """``sweep`` names this run: no other has its prompts. Raises WrongCount or BadAnswer."""
-        match = _match(self.name)
-        if match["mix"]:
-            return await self._mix(endpoint, pid, sweep)
-        if match["copy"] or match["prose"]:
-            ask = self._copy if match["copy"] else partial(self._prose, _DRAWN if match["drawn"] else 0.0)
-            return await self._waves(endpoint, pid, [[ask(sweep, wave)] for wave in range(self.scale.wave_streams)])
-        if match["turns"]:
-            return await self._turns(endpoint, sweep, int(match["turns"]))
-        if match["batch"]:
-            return await beside_batch(endpoint, self.scale, self.prompts, int(match["batch"]), sweep)
-        if match["kept"]:
-            form = _LIST if match["form"] == "list" else None
-            asks = [replace(self._ask(self.scale.prompt_tokens, sweep, index), temperature=_DRAWN, schema=form)
-                    for index in range(int(match["kept"]))]  # fmt: skip
-            return await self._waves(endpoint, pid, [asks])
-        if match["loop"]:
-            return await self._loop(endpoint, pid, sweep, int(match["loop"]))
-        if match["late"]:
-            many = int(match["many"] or 1)
-            if match["longest"]:
-                dice = random.Random(13)  # the same lengths in every sweep and for every server
-                sizes = [_log_uniform(dice, int(match["late"]), int(match["longest"])) for _ in range(many)]
-                outlasting = max(self.scale.running_new_tokens, many * self.scale.outlasting_new_tokens)
-                return await self._late(endpoint, pid, sweep, int(match["streams"]), sizes, outlasting)
-            sizes = [int(match["late"])] * many
-            return await self._late(endpoint, pid, sweep, int(match["streams"]), sizes, self.scale.running_new_tokens)
-        if match["again"]:
-            return await self._again(endpoint, pid, sweep, int(match["prompt"]))
-        if match["prompt"]:
-            return await self._waves(endpoint, pid, [[self._ask(int(match["prompt"]), sweep)]])
-        streams = int(match["streams"])
-        waves = max(1, self.scale.wave_streams // streams)
-        size = self.scale.prompt_tokens
-        asked = [[self._ask(size, sweep, wave, index) for index in range(streams)] for wave in range(waves)]
-        return await self._waves(endpoint, pid, asked)
+    async def again(self) -> Figures:
+        """Two prompts that differ in their last tokens only."""
+        text, _ = self.prompts.text(self.numbers["tokens"], self.name, self.sweep)
+        first, second = (self._whole(f"{text} {end}") for end in ("And then it rained.", "The next day was dry."))
+        await self._together([first])
+        return await self._waves([[second]])
 
-    async def _waves(self, endpoint: Endpoint, pid: int, asked: Sequence[Sequence[Ask]]) -> Figures:
-        async with Usage(pid) as usage:
-            recorded = [await load.together(endpoint, asks) for asks in asked]
-        waves = [_read(endpoint, asks, recordings) for asks, recordings in zip(asked, recorded, strict=True)]
-        return {**summarize(waves), **usage.figures}
-
-    async def _late(
-        self, endpoint: Endpoint, pid: int, sweep: object, streams: int, late_sizes: Sequence[int], running_new: int
-    ) -> Figures:
-        """``late_sizes``: tokens of the late prompts. ``running_new``: new tokens of each running stream."""
-        size = self.scale.prompt_tokens
-        asks = [self._ask(size, sweep, index, new=running_new) for index in range(streams - 1)]
-        new = self.scale.late_new_tokens
-        late = [self._ask(tokens, sweep, "late", index, new=new) for index, tokens in enumerate(late_sizes)]
-        async with Usage(pid) as usage:
-            recordings, intruders = await load.intrusion(endpoint, asks, late)
-        answers, late_answers = _read(endpoint, asks, recordings), _read(endpoint, late, intruders)
+    async def late(self) -> Figures:
+        """Prompts that come while streams run."""
+        scale, many = self.scale, self.numbers.get("many", 1)
+        sizes, running = [self.numbers["tokens"]] * many, scale.running_new_tokens
+        if longest := self.numbers.get("longest"):
+            dice = random.Random(13)  # the same lengths in every sweep and for every server
+            sizes = [_log_uniform(dice, self.numbers["tokens"], longest) for _ in range(many)]
+            running = max(running, many * scale.outlasting_new_tokens)
+        asks = [self._ask(None, index, new=running) for index in range(self.numbers["running"])]
+        late = [self._ask(tokens, "late", index, new=scale.late_new_tokens) for index, tokens in enumerate(sizes)]
+        async with Usage(self.pid) as usage:
+            recordings, intruders = await load.intrusion(self.endpoint, asks, late)
+        answers, late_answers = (load.read(self.endpoint, *each) for each in ((asks, recordings), (late, intruders)))
         return {**disturbance(answers, late_answers), **usage.figures}
 
-    async def _again(self, endpoint: Endpoint, pid: int, sweep: object, tokens: int) -> Figures:
-        """Two prompts that differ in their last tokens only."""
-        text, _ = self.prompts.text(tokens, self.name, sweep)
-        endings = [f"{text} {ending}" for ending in ("And then it rained.", "The next day was dry.")]
-        first, second = [Ask(each, self.prompts.count(each), self.scale.new_tokens) for each in endings]
-        _read(endpoint, [first], await load.together(endpoint, [first]))
-        return await self._waves(endpoint, pid, [[second]])
-
-    async def _mix(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
+    async def mix(self) -> Figures:
         scale = self.scale
         dice = random.Random(7)  # the same lengths and arrivals in every sweep and for every server
         asks, offsets, now = [], [], 0.0
         for index in range(scale.mix_requests):
             new_tokens = _log_uniform(dice, *scale.mix_answers)
-            asks.append(self._ask(_log_uniform(dice, *scale.mix_prompts), sweep, index, new=new_tokens))
+            asks.append(self._ask(_log_uniform(dice, *scale.mix_prompts), index, new=new_tokens))
             offsets.append(now)
             now += dice.expovariate(scale.mix_per_s)
-        async with Usage(pid) as usage:
-            recordings = await load.at_times(endpoint, asks, offsets)
-        return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
+        async with Usage(self.pid) as usage:
+            recordings = await load.at_times(self.endpoint, asks, offsets)
+        return {**summarize([load.read(self.endpoint, asks, recordings)]), **usage.figures}
 
-    async def _loop(self, endpoint: Endpoint, pid: int, sweep: object, streams: int) -> Figures:
+    async def loop(self) -> Figures:
         scale = self.scale
         dice = random.Random(11)  # the same lengths in every sweep and for every server
-        asks = [
-            self._ask(
-                _log_uniform(dice, *scale.loop_prompts), sweep, index, new=_log_uniform(dice, *scale.loop_answers)
-            )
-            for index in range(scale.loop_requests)
+        sizes = [
+            (_log_uniform(dice, *scale.loop_prompts), _log_uniform(dice, *scale.loop_answers))
+            for _ in range(scale.loop_requests)
         ]
-        async with Usage(pid) as usage:
-            recordings = await load.always(endpoint, asks, streams)
-        return {**summarize([_read(endpoint, asks, recordings)]), **usage.figures}
+        asks = [self._ask(tokens, index, new=new) for index, (tokens, new) in enumerate(sizes)]
+        async with Usage(self.pid) as usage:
+            recordings = await load.always(self.endpoint, asks, self.numbers["streams"])
+        return {**summarize([load.read(self.endpoint, asks, recordings)]), **usage.figures}
 
-    async def _turns(self, endpoint: Endpoint, sweep: object, streams: int) -> Figures:
-        scale = self.scale
-        tokens = scale.new_tokens // 2
+    async def copy(self) -> Figures:
+        texts = [self._ask(None, wave).prompt for wave in range(self.scale.wave_streams)]
+        return await self._waves([[self._whole(f"{text}\n\n{text}\n\n")] for text in texts])
 
-        def asks(*label: object, new: int = tokens) -> list[Ask]:
-            return [self._ask(16, sweep, *label, index, new=new) for index in range(streams)]
+    async def prose(self, temperature: float = 0.0) -> Figures:
+        scale, waves = self.scale, range(self.scale.wave_streams)
+        texts = [self.prompts.passage(scale.prompt_tokens, self.sweep, wave) for wave in waves]
+        return await self._waves([[Ask(*text, scale.new_tokens, temperature)] for text in texts])
 
-        await load.together(endpoint, asks("warm"))
-        together, in_turn = asks("together"), asks("in turn")
-        at_once = _read(endpoint, together, await load.together(endpoint, together))
-        one_by_one = _read(endpoint, in_turn, await load.in_turn(endpoint, in_turn))
-        running = asyncio.ensure_future(load.together(endpoint, asks("live", new=3 * tokens)))
-        latencies = await load.probe_health(endpoint.port, running)
+    async def prose_drawn(self) -> Figures:
+        return await self.prose(_DRAWN)
+
+    async def free(self, schema: Mapping[str, object] | None = None) -> Figures:
+        asks = [self._ask(None, index) for index in range(self.numbers["streams"])]
+        return await self._waves([[replace(ask, temperature=_DRAWN, schema=schema) for ask in asks]])
+
+    async def listed(self) -> Figures:
+        return await self.free(_LIST)
+
+    async def turns(self) -> Figures:
+        streams, tokens = self.numbers["streams"], self.scale.new_tokens // 2
+
+        def asks(label: str, new: int = tokens) -> list[Ask]:
+            return [self._ask(16, label, index, new=new) for index in range(streams)]
+
+        await load.together(self.endpoint, asks("warm"))
+        at_once = await self._together(asks("together"))
+        one_by_one = await self._in_turn(asks("in turn"))
+        running = asyncio.ensure_future(load.together(self.endpoint, asks("live", new=3 * tokens)))
+        latencies = await load.probe_health(self.endpoint.port, running)
         await running
         seconds = {"together_s": span(at_once), "in_turn_s": span(one_by_one)}
         ratio = seconds["together_s"] / seconds["in_turn_s"]
         return {"streams": streams, "new_tokens": tokens, **seconds, "ratio": ratio, **spread("health", latencies)}
 
-    def _copy(self, *label: object) -> Ask:
-        text, _ = self.prompts.text(self.scale.prompt_tokens, self.name, *label)
-        twice = f"{text}\n\n{text}\n\n"
-        return Ask(twice, self.prompts.count(twice), self.scale.new_tokens)
+    async def beside_batch(self) -> Figures:
+        """Raises BatchTooShort."""
+        scale, requests, new = self.scale, self.numbers["requests"], min(16, self.scale.new_tokens)
 
-    def _prose(self, temperature: float, *label: object) -> Ask:
-        return Ask(*self.prompts.passage(self.scale.prompt_tokens, *label), self.scale.new_tokens, temperature)
+        async def first_tokens(label: str) -> list[float]:
+            answers = await self._in_turn([self._ask(None, label, index, new=new) for index in range(requests)])
+            return [answer.ttft for answer in answers]
 
-    def _ask(self, tokens: int, *label: object, new: int | None = None) -> Ask:
-        return Ask(*self.prompts.text(tokens, self.name, *label), new or self.scale.new_tokens)
+        alone = await first_tokens("alone")
+        with httpx.Client(base_url=f"http://127.0.0.1:{self.endpoint.port}/v1", timeout=60) as client:
+            batch = _create_batch(client, [self._ask(None, "batch", row).prompt for row in range(scale.batch_rows)],
+                                  scale.new_tokens // 2)  # fmt: skip
+            end = time.monotonic() + _BATCH_STARTS_S
+            while (found := client.get(batch).json())["request_counts"]["completed"] < 2:
+                if time.monotonic() > end or found["status"] not in _BUSY:
+                    raise BatchTooShort(f"the batch is {found['status']}, two rows are not completed")
+                await asyncio.sleep(0.05)
+            beside = await first_tokens("beside")
+            found = client.get(batch).json()
+            client.post(f"{batch}/cancel")
+        if found["status"] not in _BUSY:
+            raise BatchTooShort(f"{scale.batch_rows} rows ended before {requests} requests")
+        times = {**spread("alone", alone), **spread("beside", beside)}
+        ratio = times["beside_p50_ms"] / times["alone_p50_ms"]
+        return {**times, "ratio": ratio, "rows": found["request_counts"]["completed"]}
+
+    async def _waves(self, waves: Sequence[Sequence[Ask]]) -> Figures:
+        async with Usage(self.pid) as usage:
+            recorded = [await load.together(self.endpoint, asks) for asks in waves]
+        answers = [load.read(self.endpoint, *wave) for wave in zip(waves, recorded, strict=True)]
+        return {**summarize(answers), **usage.figures}
+
+    async def _together(self, asks: Sequence[Ask]) -> list[Answer]:
+        return load.read(self.endpoint, asks, await load.together(self.endpoint, asks))
+
+    async def _in_turn(self, asks: Sequence[Ask]) -> list[Answer]:
+        return load.read(self.endpoint, asks, await load.in_turn(self.endpoint, asks))
+
+    def _ask(self, tokens: int | None, *label: object, new: int | None = None) -> Ask:
+        """Of the scale's lengths, where none is named."""
+        text = self.prompts.text(tokens or self.scale.prompt_tokens, self.name, self.sweep, *label)
+        return Ask(*text, new or self.scale.new_tokens)
+
+    def _whole(self, text: str) -> Ask:
+        return Ask(text, self.prompts.count(text), self.scale.new_tokens)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Cases whose names match ``pattern``. The description may have the numbers of the name."""
+
+    pattern: str
+    description: str
+    run: Callable[[_Run], Awaitable[Figures]]
+    needs_batching: bool = True
+
+
+_LATE = r"c(?P<streams>\d+)\+(?P<many>\d+)p(?P<tokens>\d+)"
+_KINDS = (
+    _Kind(r"c(?P<streams>1)", "alone", _Run.at_once, False),
+    _Kind(r"c(?P<streams>[2-4])", "{streams} at once", _Run.at_once, False),
+    _Kind(r"c(?P<streams>\d+)", "{streams} at once", _Run.at_once),
+    _Kind(r"p(?P<tokens>\d+)", "a prompt of {tokens:,} tokens", _Run.prompt, False),
+    _Kind(r"p(?P<tokens>\d+)-again", "a prompt of {tokens:,} tokens, its beginning known", _Run.again, False),
+    _Kind(r"c(?P<streams>\d+)\+p(?P<tokens>\d+)", "{running} running, then a prompt of {tokens:,} tokens", _Run.late),
+    _Kind(_LATE, "{running} running, then {many} prompts of {tokens:,} tokens", _Run.late),
+    _Kind(
+        _LATE + r"-(?P<longest>\d+)",
+        "{running} running, then {many} prompts of {tokens:,} to {longest:,} tokens",
+        _Run.late,
+    ),
+    _Kind("mix", "a mix of lengths, random arrivals", _Run.mix),
+    _Kind(r"loop(?P<streams>\d+)", "{streams} always in flight, a mix of lengths", _Run.loop),
+    _Kind("copy", "alone, repeating its prompt", _Run.copy, False),
+    _Kind("prose", "alone, prose", _Run.prose, False),
+    _Kind("prose-drawn", f"alone, prose at temperature {_DRAWN}", _Run.prose_drawn, False),
+    _Kind(r"c(?P<streams>\d+)-list", "{streams} at once, kept to a JSON list", _Run.listed),
+    _Kind(r"c(?P<streams>\d+)-free", "{streams} at once, drawn freely", _Run.free),
+    _Kind(r"turns(?P<streams>\d+)", "{streams} at once, in turn, and liveness beside them", _Run.turns),
+    _Kind(r"batch(?P<requests>\d+)", "{requests} in turn, alone and beside a batch", _Run.beside_batch),
+)
+
+
+class UnknownCase(ValueError):
+    """A name that is no case."""
+
+
+class Case:
+    """One case, ready to be run any number of times: ``sweep`` gives each time prompts of its own.
+
+    Raises UnknownCase for a name that is none.
+    """
+
+    def __init__(self, name: str, scale: Scale, prompts: Prompts) -> None:
+        self.name = name
+        self._scale, self._prompts = scale, prompts
+        self._kind, self._numbers = _kind_of(name)
+
+    @property
+    def needs_batching(self) -> bool:
+        """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
+        return self._kind.needs_batching
+
+    @property
+    def streams(self) -> int:
+        """As many as run at once, at the most."""
+        return max(self._numbers.get(name, 1) for name in ("streams", "many"))
+
+    async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
+        """``sweep`` names this run: no other has its prompts. Raises WrongCount, BadAnswer or BatchTooShort."""
+        run = _Run(self.name, self._numbers, self._scale, self._prompts, endpoint, pid, sweep)
+        return await self._kind.run(run)
 
 
 def make_cases(names: Sequence[str], scale: Scale, prompts: Prompts) -> list[Case]:
     """Raises UnknownCase."""
-    return [Case(_match(name)[0], scale, prompts) for name in names]
+    return [Case(name, scale, prompts) for name in names]
 
 
 async def warm_up(endpoint: Endpoint, scale: Scale, prompts: Prompts, streams: int) -> None:
@@ -234,45 +290,36 @@ async def warm_up(endpoint: Endpoint, scale: Scale, prompts: Prompts, streams: i
     """
     for count, tokens in ((1, scale.prompt_tokens), (streams, scale.prompt_tokens), (1, 4 * scale.prompt_tokens)):
         asks = [Ask(*prompts.text(tokens, "warm", count, index), scale.new_tokens) for index in range(count)]
-        _read(endpoint, asks, await load.together(endpoint, asks))
+        load.read(endpoint, asks, await load.together(endpoint, asks))
 
 
 def describe(name: str) -> str:
-    match = _match(name)
-    if match["mix"]:
-        return "a mix of lengths, random arrivals"
-    if match["copy"]:
-        return "alone, repeating its prompt"
-    if match["prose"]:
-        return "alone, prose" + (f" at temperature {_DRAWN}" if match["drawn"] else "")
-    if match["kept"]:
-        return f"{match['kept']} at once, " + ("kept to a JSON list" if match["form"] == "list" else "drawn freely")
-    if match["turns"]:
-        return f"{match['turns']} at once, in turn, and liveness beside them"
-    if match["batch"]:
-        return f"{match['batch']} in turn, alone and beside a batch"
-    if match["loop"]:
-        return f"{match['loop']} always in flight, a mix of lengths"
-    if match["late"]:
-        arrives = f"{match['many']} prompts" if match["many"] else "a prompt"
-        sizes = f"{int(match['late']):,}" + (f" to {int(match['longest']):,}" if match["longest"] else "")
-        return f"{int(match['streams']) - 1} running, then {arrives} of {sizes} tokens"
-    if match["prompt"]:
-        return f"a prompt of {int(match['prompt']):,} tokens" + (", its beginning known" if match["again"] else "")
-    return f"{match['streams']} at once" if match["streams"] != "1" else "alone"
+    """Returns what a case is, in words. Raises UnknownCase."""
+    kind, numbers = _kind_of(name)
+    return kind.description.format(**numbers)
 
 
-def _match(name: str) -> re.Match[str]:
-    match = _NAME.fullmatch(name)
-    if match is None or (match["streams"] and not int(match["streams"])) or (match["late"] and match["streams"] == "1"):
-        raise UnknownCase(f"no case {name!r}; cases are named like {', '.join(DEFAULT)}")
-    return match
+def _kind_of(name: str) -> tuple[_Kind, dict[str, int]]:
+    for kind in _KINDS:
+        if match := re.fullmatch(kind.pattern, name):
+            numbers = {group: int(value) for group, value in match.groupdict().items()}
+            numbers["running"] = numbers.get("streams", 1) - 1
+            if numbers["running"] >= (1 if kind.run is _Run.late else 0):
+                return kind, numbers
+    raise UnknownCase(f"no case {name!r}; cases are named like {', '.join(DEFAULT)}")
 
 
-def _read(endpoint: Endpoint, asks: Sequence[Ask], recordings: Sequence[Recording]) -> list[Answer]:
-    answers = [endpoint.read(recording) for recording in recordings]
-    check_all(asks, answers)
-    return answers
+def _create_batch(client: httpx.Client, prompts: Sequence[str], new_tokens: int) -> str:
+    """Returns the batch's path."""
+    model = client.get("/models").json()["data"][0]["id"]
+    body = {"model": model, "max_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
+    row = {"method": "POST", "url": "/v1/completions"}
+    rows = [
+        json.dumps({**row, "custom_id": str(n), "body": {**body, "prompt": each}}) for n, each in enumerate(prompts)
+    ]
+    file = client.post("/files", data={"purpose": "batch"}, files={"file": ("rows.jsonl", "\n".join(rows).encode())})
+    asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    return f"/batches/{client.post('/batches', json=asked).raise_for_status().json()['id']}"
 
 
 def _log_uniform(dice: random.Random, low: int, high: int) -> int:

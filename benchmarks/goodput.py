@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
@@ -21,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load, machine
-from benchmarks.answers import Answer, Ask, check_all
-from benchmarks.bench import EMBEDDED
+from benchmarks.answers import Answer
+from benchmarks.figures import span
 from benchmarks.model_folder import model_folder
-from benchmarks.peers import PEERS
+from benchmarks.peers import FOLDER, PEERS, installed
 from benchmarks.prompts import Prompts
 from benchmarks.results import ROOT, commit
-from benchmarks.servers import Contender, Live, Ours
-from benchmarks.sweep import run_quietly
+from benchmarks.servers import EMBEDDED, Contender, Live, Ours
+from benchmarks.sweep import run_quietly, started
 
+PROMPT_TOKENS, NEW_TOKENS = 128, 64
 STREAMS = (1, 2, 4, 8, 16, 32)
 _LEAST_REQUESTS = 6  # of a level; more streams have two requests each
 _PICTURE = ROOT / "docs" / "images" / "goodput.svg"
@@ -60,7 +60,7 @@ class Line:
 
 def as_lines(server: str, streams: int, answers: Sequence[Answer]) -> list[Line]:
     """Returns one line for each answer of a level."""
-    seconds = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+    seconds = span(answers)
     return [
         Line(server, streams, 1000 * each.ttft, 1000 * max(each.gaps, default=0.0), each.new_tokens, seconds)
         for each in answers
@@ -83,44 +83,29 @@ def goodput(lines: Sequence[Line], bounds: Bounds | None = None) -> dict[str, di
 def measure(options: argparse.Namespace, path: Path) -> None:
     """Measures all levels and appends a line for each request to ``path``."""
     folder = model_folder(options.uri, {})
-    prompts = Prompts(folder, options.seed)
-    contenders: list[Contender] = [Ours(options.uri)]
-    for name in filter(None, options.peers.split(",")):
-        make, home = PEERS[name]
-        peer = make(options.folder.resolve() / home, folder, None)
-        peer.install()
-        peer.prepare()
-        contenders.append(peer)
+    peers = installed(options.peers, options.folder, folder)
+    contenders: list[Contender] = [Ours(options.uri), *peers]
     described = machine.describe()
     head = {"run": described["date"], "commit": commit(), "machine": described, "model": options.uri,
-            "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens,
+            "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS,
             "versions": {each.name: each.versions() for each in contenders}}  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack, path.open("a") as file:
-        servers = {}
-        for contender in contenders:
-            where = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            servers[contender.name] = stack.enter_context(contender.start(where))
+        servers = {each.name: stack.enter_context(started(each)) for each in contenders}
         file.write(json.dumps(head) + "\n")
-        run_quietly(_levels(servers, options, prompts, file))
+        run_quietly(_levels(servers, options.streams, Prompts(folder), file))
 
 
-async def _levels(servers: Mapping[str, Live], options: argparse.Namespace, prompts: Prompts, file: Any) -> None:
-    def asks(*label: object, count: int) -> list[Ask]:
-        made = (prompts.text(options.prompt_tokens, *label, index) for index in range(count))
-        return [Ask(text, tokens, options.new_tokens) for text, tokens in made]
-
+async def _levels(servers: Mapping[str, Live], levels: Sequence[int], prompts: Prompts, file: Any) -> None:
     async with AsyncExitStack() as stack:
         for name, live in servers.items():
             stack.push_async_callback(live.endpoints["rest"].close)
-            await load.together(live.endpoints["rest"], asks("warm", name, count=max(options.streams)))
-        for streams in options.streams:
+            await load.together(live.endpoints["rest"], prompts.asks(max(levels), PROMPT_TOKENS, NEW_TOKENS, name))
+        for streams in levels:
+            asks = prompts.asks(max(_LEAST_REQUESTS, 2 * streams), PROMPT_TOKENS, NEW_TOKENS, streams)
             for name, live in servers.items():
-                endpoint = live.endpoints["rest"]
-                asked = asks(streams, count=max(_LEAST_REQUESTS, 2 * streams))
-                answers = [endpoint.read(each) for each in await load.always(endpoint, asked, streams)]
-                check_all(asked, answers)
-                lines = as_lines(name, streams, answers)
+                recordings = await load.always(live.endpoints["rest"], asks, streams)
+                lines = as_lines(name, streams, load.read(live.endpoints["rest"], asks, recordings))
                 file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
                 file.flush()
                 print(name, streams, f"{goodput(lines)[name][streams]:.0f} tokens/s", flush=True)
@@ -237,11 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("chip", nargs="?", help="draw the picture from this chip's lines and measure nothing")
     parser.add_argument("--uri", default=EMBEDDED, help="the model (%(default)s)")
     parser.add_argument("--peers", default="", help=f"of {', '.join(PEERS)}")
-    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "mlserver-torch-stream" / "peers")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="their environments (%(default)s)")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="default: benchmarks/proofs/goodput-CHIP.jsonl")
     options = parser.parse_args(arguments)
     options.streams = [int(count) for count in options.streams.split(",")]

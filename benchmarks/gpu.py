@@ -28,10 +28,10 @@ from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.machine import describe, warning
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks import machine
+from benchmarks.shapes import SHAPES, Shape, llama_config
 from mlserver_torch_stream.engine.api import Engine, EngineRequest
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading import loader
@@ -103,11 +103,25 @@ class Bench:
             self.tell(f"skipped: {what}: needs two GPUs, here is {self.gpus}")
         return self.gpus < 2
 
+    def tokens(self, rows: int = 8, **extra: Any) -> list[list[int]]:
+        """Returns the greedy tokens of an engine in float32."""
+        with self.engine(dtype="float32", **extra) as engine:
+            return asyncio.run(answers(engine, rows))
+
     def compare(self, what: str, got: list[list[int]], expected: list[list[int]]) -> None:
         same = got == expected
         self.tell(f"{what}: {'the same tokens' if same else 'OTHER TOKENS'}", same=same)
         if not same:
             self.wrong.append(what)
+
+    def tell_speed(self, engine: Engine, *counts: int, what: str = "") -> list[float]:
+        """Returns the tokens/s at so many streams, once it has told them."""
+        rates = [asyncio.run(speed(self, engine, rows)) for rows in counts]
+        for rows, rate in zip(counts, rates, strict=True):
+            step = 1000 * rows / max(rate, 0.001)
+            line = f"{what}{rows} streams: {rate:.0f} tokens/s, {step:.1f} ms per step"
+            self.tell(line, streams=rows, tokens_per_s=rate, step_ms=step)
+        return rates
 
 
 def prompt(row: int) -> tuple[int, ...]:
@@ -145,67 +159,6 @@ async def speed(bench: Bench, engine: Engine, rows: int, patience: float = PATIE
             stream.close()
 
 
-def offload(bench: Bench) -> None:
-    """A map of the GPU and the CPU, whose layers accelerate brings to the GPU at every step."""
-    with bench.engine(dtype="float32") as engine:
-        expected = asyncio.run(answers(engine))
-    for memory, pins in (("pageable", patch.object(loader, "pin_offloaded")), ("pinned", nullcontext())):
-        half = bench.split([bench.gpu, "cpu"])
-        with pins, bench.engine(device_map=half, dtype="float32") as engine:
-            bench.compare(f"half of the layers on the CPU, {memory}", asyncio.run(answers(engine)), expected)
-            rate = asyncio.run(speed(bench, engine, 16))
-            bench.tell(
-                f"{memory}: {rate:.1f} tokens/s at 16 streams, {1000 * 16 / rate:.0f} ms per step", tokens_per_s=rate
-            )
-
-
-def stages(bench: Bench) -> None:
-    """Two groups at once on one GPU: what the second one adds where a step does not fill it."""
-    with bench.engine(dtype="float32") as engine:
-        expected = asyncio.run(answers(engine))
-    twice = bench.split([bench.gpu, "cuda"])  # two names of one device are two stages
-    for pipeline in ("off", "auto"):
-        with bench.engine(device_map=twice, dtype="float32", pipeline=pipeline) as engine:
-            bench.compare(f"two stages on one GPU, pipeline {pipeline}", asyncio.run(answers(engine)), expected)
-            rate = asyncio.run(speed(bench, engine, 64))
-            bench.tell(f"{rate:.0f} tokens/s at 64 streams", streams=64, tokens_per_s=rate)
-
-
-def several(bench: Bench) -> None:
-    """A map over all GPUs: the gain of the pipeline, and as many rows per group as one group had."""
-    if bench.lacks_gpus("a map over several GPUs"):
-        return
-    everywhere = bench.split([f"cuda:{index}" for index in range(bench.gpus)])
-    with bench.engine(dtype="float32") as engine:
-        expected = asyncio.run(answers(engine))
-    with bench.engine(device_map=everywhere, dtype="float32") as engine:
-        bench.compare(f"{bench.gpus} GPUs", asyncio.run(answers(engine)), expected)
-    found = {}
-    for pipeline in ("off", "auto"):
-        with bench.engine(device_map=everywhere, dtype="bfloat16", pipeline=pipeline) as engine:
-            for rows in STREAMS[1:]:
-                found[pipeline, rows] = asyncio.run(speed(bench, engine, rows))
-    for rows in STREAMS[1:]:
-        gain = found["auto", rows] / found["off", rows]
-        bench.tell(
-            f"{rows} streams: {found['off', rows]:.0f} in turn, {found['auto', rows]:.0f} pipelined: {gain:.2f}",
-            streams=rows,
-            gain=gain,
-        )
-
-
-def ranks(bench: Bench) -> None:
-    """A model split over two GPUs by tensor parallelism."""
-    if bench.lacks_gpus("a split model"):
-        return
-    with bench.engine(dtype="float32") as engine:
-        expected = asyncio.run(answers(engine))
-    with bench.engine(tensor_parallel_size=2, dtype="float32") as engine:
-        bench.compare("two ranks", asyncio.run(answers(engine)), expected)
-    with bench.engine(tensor_parallel_size=2, dtype="bfloat16") as engine:
-        _tell_speed(bench, engine, STREAMS[:3])
-
-
 def tokens(bench: Bench) -> None:
     """Greedy tokens of a batch of mixed lengths against transformers, one prompt at a time."""
     model = LlamaForCausalLM.from_pretrained(bench.folder, dtype=torch.float32).to(bench.gpu).eval()
@@ -215,29 +168,59 @@ def tokens(bench: Bench) -> None:
         made = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
         expected.append(made[0, ids.shape[1] :].tolist())
     del model
-    with bench.engine(dtype="float32") as engine:
-        bench.compare("against transformers", asyncio.run(answers(engine, len(PROMPTS))), expected)
+    bench.compare("against transformers", bench.tokens(len(PROMPTS)), expected)
 
 
 def streams(bench: Bench) -> None:
     """Mixed lengths at 1 to 256 streams."""
     with bench.engine(dtype="bfloat16" if bench.gpu != "cpu" else "float32") as engine:
-        _tell_speed(bench, engine, bench.streams)
+        bench.tell_speed(engine, *bench.streams)
     if bench.gpu != "cpu":
         most = torch.cuda.max_memory_allocated() / 2**30
         bench.tell(f"GPU memory at most: {most:.1f} GiB", gib=most)
 
 
-def _tell_speed(bench: Bench, engine: Engine, counts: Sequence[int]) -> None:
-    for rows in counts:
-        rate = asyncio.run(speed(bench, engine, rows))
-        step = 1000 * rows / max(rate, 0.001)
-        bench.tell(
-            f"{rows} streams: {rate:.0f} tokens/s, {step:.1f} ms per step",
-            streams=rows,
-            tokens_per_s=rate,
-            step_ms=step,
-        )
+def stages(bench: Bench) -> None:
+    """Two groups at once on one GPU: what the second one adds where a step does not fill it."""
+    expected = bench.tokens()
+    twice = bench.split([bench.gpu, "cuda"])  # two names of one device are two stages
+    for pipeline in ("off", "auto"):
+        with bench.engine(device_map=twice, dtype="float32", pipeline=pipeline) as engine:
+            bench.compare(f"two stages on one GPU, pipeline {pipeline}", asyncio.run(answers(engine)), expected)
+            bench.tell_speed(engine, 64)
+
+
+def several(bench: Bench) -> None:
+    """A map over all GPUs: the gain of the pipeline, and as many rows per group as one group had."""
+    if bench.lacks_gpus("a map over several GPUs"):
+        return
+    everywhere = bench.split([f"cuda:{index}" for index in range(bench.gpus)])
+    bench.compare(f"{bench.gpus} GPUs", bench.tokens(device_map=everywhere), bench.tokens())
+    rates = {}
+    for pipeline in ("off", "auto"):
+        with bench.engine(device_map=everywhere, dtype="bfloat16", pipeline=pipeline) as engine:
+            rates[pipeline] = bench.tell_speed(engine, *STREAMS[1:], what=f"pipeline {pipeline}, ")
+    for rows, in_turn, pipelined in zip(STREAMS[1:], rates["off"], rates["auto"], strict=True):
+        gain = pipelined / in_turn
+        bench.tell(f"{rows} streams: pipelined {gain:.2f} times in turn", streams=rows, gain=gain)
+
+
+def ranks(bench: Bench) -> None:
+    """A model split over two GPUs by tensor parallelism."""
+    if bench.lacks_gpus("a split model"):
+        return
+    bench.compare("two ranks", bench.tokens(tensor_parallel_size=2), bench.tokens())
+    with bench.engine(tensor_parallel_size=2, dtype="bfloat16") as engine:
+        bench.tell_speed(engine, *STREAMS[:3])
+
+
+def offload(bench: Bench) -> None:
+    """A map of the GPU and the CPU, whose layers accelerate brings to the GPU at every step."""
+    expected, half = bench.tokens(), bench.split([bench.gpu, "cpu"])
+    for memory, pins in (("pageable", patch.object(loader, "pin_offloaded")), ("pinned", nullcontext())):
+        with pins, bench.engine(device_map=half, dtype="float32") as engine:
+            bench.compare(f"half of the layers on the CPU, {memory}", asyncio.run(answers(engine)), expected)
+            bench.tell_speed(engine, 16, what=f"{memory}, ")
 
 
 def quantised(bench: Bench) -> None:
@@ -245,8 +228,7 @@ def quantised(bench: Bench) -> None:
     for name, config in QUANTISED.items():
         try:
             with bench.engine(dtype="bfloat16", quantization_config=config) as engine:
-                rate = asyncio.run(speed(bench, engine, 16))
-                bench.tell(f"{name}: {rate:.0f} tokens/s at 16 streams", streams=16, tokens_per_s=rate)
+                bench.tell_speed(engine, 16, what=f"{name}, ")
         except LoadFailed as error:
             bench.tell(f"{name}: refused: {error}")
 
@@ -272,18 +254,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
 def save_model(folder: Path, shape: Shape, vocabulary: int, device: str) -> None:
     """Makes random weights on the device, in bfloat16, and writes them with a tokenizer of as many tokens."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.1,  # far from ties
-        dtype=torch.bfloat16,
-    )
+    config = llama_config(shape, vocabulary, initializer_range=0.1)  # far from ties
     with torch.device(device):
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -317,16 +288,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checks", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--shape", choices=list(SHAPES), default="1.5B", help="the model's size (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measured rate (default: %(default)s)")
-    parser.add_argument(
-        "--limit", type=float, default=540.0, help="seconds until no check begins (default: %(default)s)"
-    )
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds until no check begins (%(default)s)")
     parser.add_argument("--json", type=Path, help="a file to which each line is appended at once")
     parser.add_argument("--dry", action="store_true", help="on the CPU: the streams of a tiny model")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
         print("error: no CUDA device here: nothing of docs/gpu.md can be checked", file=sys.stderr)
         return 2
-    machine = describe()
+    here = machine.describe()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.dry:
@@ -335,8 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shape, checks = SHAPES[options.shape], options.checks
             bench = Bench(folder, shape.layers, options.seconds, gpus=torch.cuda.device_count())
         bench.json, bench.check = options.json, "machine"
-        bench.tell(f"{machine['date']}, {machine.get('gpu', machine['cpu'])}, torch {torch.__version__}")
-        if busy := warning(machine):
+        bench.tell(f"{here['date']}, {here.get('gpu', here['cpu'])}, torch {torch.__version__}")
+        if busy := machine.warning(here):
             bench.tell(busy)
         save_model(folder, shape, DRY_VOCABULARY if options.dry else VOCABULARY, bench.gpu)
         return run(bench, checks, options.limit)

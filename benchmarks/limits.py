@@ -1,10 +1,7 @@
 """How near our kernels come to what this machine allows: the limits of its memory and units, and the share of them that
 decode steps and prefills reach.
 
-    python benchmarks/bench.py --limits [MODEL] [--rows 1 4 16 32] [--prompts 128 512 2000] [--context 160] [--rounds 5]
-        [--threads N] [--setting auto packed int8 int4] [--beside-transformers] [--json [--weights FILE.gguf]]
-
-The forwards alone are timed, without scheduler, sampling or server.
+The forwards alone are timed, without scheduler, sampling or server: python benchmarks/bench.py --limits --help
 
 MLSERVER_TORCH_STREAM_KERNEL names the variant of the kernels, as for a server. roofline.py says what a limit is. With
 --json no forward is timed: it prints the limits of the machine and the sizes of the model, which ``make bench`` reads.
@@ -21,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,9 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.machine import describe, warning
+from benchmarks import machine
 from benchmarks.roofline import INT8, UNITS, Limits, Model, Work
+from benchmarks.servers import EMBEDDED
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
@@ -50,6 +49,7 @@ from mlserver_torch_stream.settings import parse_settings
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _BF16 = 2  # bytes
+CONTEXT, ROUNDS = 160, 5
 DECODE_STEPS = 12
 PREFILL_CHUNK = 512
 DENSE = ("auto", "int8", "int4")  # values of ``weights`` for which a model is loaded as it is
@@ -145,7 +145,7 @@ class Column:
         order = [random.Random(0).sample(range(rows * each), rows * each) for _ in groups]
         return cache, [tuple(pages[row * each : (row + 1) * each] for pages in order) for row in range(rows)]
 
-    def decode_ms(self, rows: int, context: int) -> float:
+    def decode_ms(self, rows: int, context: int = CONTEXT) -> float:
         """The fastest of a few steps: the machine may be shared. Keys and values are zeros, which take as long."""
         cache, tables = self.tables(rows, context + 1)
         batch = Batch(tuple(BatchSequence((11 + row,), context, table) for row, table in enumerate(tables)))
@@ -176,75 +176,64 @@ class Column:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="embedded://smollm2-135m-instruct")
+    parser.add_argument("model", nargs="?", default=EMBEDDED)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32])
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 512, 2000])
-    parser.add_argument("--context", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=read_host().threads)
     parser.add_argument("--json", action="store_true", help="MODEL is a folder")
     parser.add_argument("--weights", type=Path, help="with --json: the model's GGUF file")
     parser.add_argument("--setting", nargs="+", choices=(*DENSE, "packed"), default=["auto"], help="values of weights")
     parser.add_argument("--beside-transformers", action="store_true", help="transformers' forward, timed in turn")
     options = parser.parse_args(arguments)
+    threads = read_host().threads
     if options.json:
-        print(json.dumps(roofline(options.model, options.threads, options.weights)))
+        print(json.dumps(roofline(options.model, threads, options.weights)))
     else:
-        time_forwards(options)
+        time_forwards(options, threads)
     return 0
 
 
-def time_forwards(options: argparse.Namespace) -> None:
-    machine = describe()
-    print(
-        f"{machine['cpu']}, {options.threads} threads, {machine['date']}", *filter(None, [warning(machine)]), sep="\n"
-    )
-    torch.set_num_threads(options.threads)
+def time_forwards(options: argparse.Namespace, threads: int) -> None:
+    """Prints a line for each case, with the time of each column. The share is that of the first column."""
+    described = machine.describe()
+    print(f"{described['cpu']}, {threads} threads, {described['date']}", machine.warning(described) or "", sep="\n")
+    torch.set_num_threads(threads)
     settings = parse_settings(options.model, {"dtype": "bfloat16"})
     with torch.inference_mode():
         loaded = load_weights(locate(settings), settings).model
-        columns = {setting: _column(options, loaded, setting) for setting in options.setting}
+        columns = {setting: _column(options.model, threads, loaded, setting) for setting in options.setting}
         if options.beside_transformers:
             columns["transformers"] = Column(ModelForward(loaded), CacheLayout(loaded.config))
         model, names = model_of(loaded), [each.name for each in runnable()]
         variant = columns[options.setting[0]].forward.variant.partition(",")[0]
-        program = LimitsProgram(variant if variant in names else names[0], options.threads)
+        program = LimitsProgram(variant if variant in names else names[0], threads)
         limits = program.limits()
         print(", ".join(f"{unit} {peak / 1e9:.0f} GFLOP/s" for unit, peak in limits.peaks.items() if peak))
+        cases: list[tuple[str, Work, Callable[[Column], float]]] = [
+            *((f"decode, {rows} rows of {CONTEXT}", model.decode(rows, CONTEXT), partial(Column.decode_ms, rows=rows))
+              for rows in options.rows),
+            *((f"prefill, {tokens} tokens", model.prefill(tokens), partial(Column.prefill_ms, length=tokens))
+              for tokens in options.prompts),
+        ]  # fmt: skip
+        for what, work, step in cases:
+            before = program.read_speed()  # and after the case, because the memory's speed changes meanwhile
+            rounds = [{name: step(column) for name, column in columns.items()} for _ in range(ROUNDS)]
+            times = {name: min(each[name] for each in rounds) for name in columns}
+            now = replace(limits, read=max(before, program.read_speed()))
+            least, by = work.least_ms(now, now.bf16_unit())
+            shown = "".join(f"{name:>13} {took:9.2f} ms" for name, took in times.items())
+            share = least / next(iter(times.values()))
+            print(f"{what:24}{shown}   limit {least:9.2f} ms by {by:8}", end="")
+            print(f"   share {share:5.2f}   memory {now.read / 1e9:5.1f} GB/s", flush=True)
 
-        def time_case(what: str, work: Work, step: Callable[[Column], float]) -> None:
-            """Memory is measured before and after the case, because its speed changes meanwhile."""
-            before = program.read_speed()
-            rounds = [{name: step(column) for name, column in columns.items()} for _ in range(options.rounds)]
-            least = {name: min(each[name] for each in rounds) for name in columns}
-            report(what, least, work, replace(limits, read=max(before, program.read_speed())))
 
-        for rows in options.rows:
-            work = model.decode(rows, options.context)
-            what = f"decode, {rows} rows of {options.context}"
-            time_case(what, work, lambda column: column.decode_ms(rows, options.context))  # noqa: B023
-        for tokens in options.prompts:
-            work = model.prefill(tokens)
-            time_case(f"prefill, {tokens} tokens", work, lambda column: column.prefill_ms(tokens))  # noqa: B023
-
-
-def _column(options: argparse.Namespace, model: Any, setting: str) -> Column:
-    settings = parse_settings(options.model, {"weights": setting})
+def _column(uri: str, threads: int, model: Any, setting: str) -> Column:
+    settings = parse_settings(uri, {"weights": setting})
     if setting == "packed":
         files = locate_packed(settings)
         assert files is not None
         model = load_packed(Path(files.location)).model
-    forward = NativeForward(model, KernelOptions(options.threads, Path(settings.cache_dir)), ROUNDED.get(setting))
+    forward = NativeForward(model, KernelOptions(threads, Path(settings.cache_dir)), ROUNDED.get(setting))
     return Column(forward, CacheLayout(model.config))
-
-
-def report(what: str, times: Mapping[str, float], work: Work, limits: Limits) -> None:
-    """The share of the limit is that of the first column, which reads weights of 2 bytes."""
-    least, by = work.least_ms(limits, limits.bf16_unit())
-    shown = "".join(f"{name:>13} {took:9.2f} ms" for name, took in times.items())
-    share = least / next(iter(times.values()))
-    print(f"{what:24}{shown}   limit {least:9.2f} ms by {by:8}", end="")
-    print(f"   share {share:5.2f}   memory {limits.read / 1e9:5.1f} GB/s", flush=True)
 
 
 if __name__ == "__main__":

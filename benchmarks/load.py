@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from benchmarks.answers import Answer, Ask
-from benchmarks.recording import Recording, when_all_stream
+from benchmarks.answers import Answer, Ask, Recording, check_all
 
 STREAM_S = 1800.0  # a serial server takes minutes for the last of 32
 # Chunks of every stream before a long prompt joins them: prefill is over, decoding is steady.
@@ -67,7 +66,7 @@ async def intrusion(
 ) -> tuple[list[Recording], list[Recording]]:
     """All at once; when every one of them streams, the late ones come together."""
     recordings = [Recording() for _ in asks]
-    settled = when_all_stream(recordings, _SETTLED)
+    settled = _when_all_stream(recordings, _SETTLED)
     first = asyncio.gather(
         *(_send(endpoint, endpoint.request(ask), each) for ask, each in zip(asks, recordings, strict=True))
     )
@@ -80,6 +79,26 @@ async def intrusion(
     finally:
         await first
     return recordings, intruders
+
+
+def _when_all_stream(recordings: Sequence[Recording], chunks: int) -> asyncio.Future[None]:
+    """Done as soon as every recording has this many chunks, or is over."""
+    reached = asyncio.get_running_loop().create_future()
+    waiting = set(range(len(recordings)))
+
+    def watch(index: int) -> Callable[[], None]:
+        def look() -> None:
+            if recordings[index].ended or len(recordings[index].chunks) >= chunks:
+                recordings[index].on_change = None
+                waiting.discard(index)
+                if not waiting and not reached.done():
+                    reached.set_result(None)
+
+        return look
+
+    for index, recording in enumerate(recordings):
+        recording.on_change = watch(index)
+    return reached
 
 
 async def _run(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
@@ -95,6 +114,13 @@ async def _send(endpoint: Endpoint, request: bytes, recording: Recording, offset
     if offset:
         await asyncio.sleep(offset)
     await asyncio.wait_for(endpoint.send(request, recording), STREAM_S)
+
+
+def read(endpoint: Endpoint, asks: Sequence[Ask], recordings: Sequence[Recording]) -> list[Answer]:
+    """Returns the answers. Raises WrongCount or BadAnswer."""
+    answers = [endpoint.read(recording) for recording in recordings]
+    check_all(asks, answers)
+    return answers
 
 
 async def probe_health(port: int, until: asyncio.Future[Any], every_s: float = 0.01) -> list[float]:

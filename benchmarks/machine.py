@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import subprocess
+import sys
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -46,6 +48,13 @@ def warning(described: dict[str, Any]) -> str | None:
     if load is None or load <= _BUSY * described["cores"]:
         return None
     return f"the machine is busy (load {load:.1f} on {described['cores']} cores): these figures mean little"
+
+
+def show(described: dict[str, Any], **figures: Any) -> None:
+    """Prints the machine and what was measured as one line of JSON, and a warning if the machine was busy before."""
+    print(json.dumps({**described, **figures}))
+    if (busy := warning(described)) is not None:
+        print(busy, file=sys.stderr)
 
 
 def _cores() -> int:

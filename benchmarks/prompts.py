@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from benchmarks.answers import Ask
+
 _VOCABULARY = """
 river bridge glacier violin harbour desert comet garden winter market lantern forest engine castle letter island
 teacher sailor painter farmer doctor pilot singer builder writer keeper stranger captain neighbour traveller
@@ -42,6 +44,10 @@ class Prompts:
             if abs((count := self.count(text)) - tokens) <= _SLACK:
                 return text, count
         raise ValueError(f"no text of {tokens} tokens with this tokenizer")
+
+    def asks(self, count: int, tokens: int, new_tokens: int, *label: object) -> list[Ask]:
+        """Returns requests with prompts of one length, answered greedily."""
+        return [Ask(*self.text(tokens, *label, index), new_tokens) for index in range(count)]
 
     def passage(self, tokens: int, *label: object) -> tuple[str, int]:
         """English prose from some place on, and how many tokens it has."""

@@ -16,21 +16,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import grpc
 import httpx
 from mlserver.cli.serve import load_settings
-from mlserver.grpc import dataplane_pb2 as pb
-from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 from mlserver.server import MLServer
 
-from benchmarks.http_endpoint import HOST
+from benchmarks.answers import Ask, Recording
+from benchmarks.endpoints import HOST, GrpcEndpoint
 from benchmarks.process import free_ports
+from benchmarks.servers import EMBEDDED, answering
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.run import CloudRun, stream
@@ -42,6 +41,11 @@ def handle(data, context):
     bodies = [row["body"] for row in data or ()]
     return [body if isinstance(body, str) else bytes(body).decode() for body in bodies] or None
 """
+_RUNTIME = "mlserver_torch_stream.{}Runtime"
+_MODELS: dict[str, dict[str, Any]] = {
+    "smollm2": {"implementation": _RUNTIME.format("TorchStream"), "parameters": {"uri": EMBEDDED}},
+    "echo": {"implementation": _RUNTIME.format("TorchServe"), "parameters": {"uri": "./handler.py"}},
+}
 _READY_S = 300.0
 _FORWARDS = ("native_forward", "model_forward", "worker_rank")  # the modules that compute, or send to a handler
 _PAUSE_S = 0.5  # the last request's clean-up ends
@@ -126,30 +130,6 @@ async def _serve_while(folder: Path, work: Callable[[str, str], None]) -> None:
         await serving
 
 
-_MODELS: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "implementation": "mlserver_torch_stream.TorchStreamRuntime",
-        "parameters": {"uri": "embedded://smollm2-135m-instruct"},
-    },
-    "echo": {
-        "implementation": "mlserver_torch_stream.TorchServeRuntime",
-        "parameters": {"uri": "./handler.py"},
-    },
-}
-
-
-def _wait_until_ready(url: str) -> None:
-    waiting = threading.Event()
-    for _ in range(int(_READY_S / 0.2)):
-        try:
-            if httpx.get(f"{url}/v2/health/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        waiting.wait(0.2)
-    raise SystemExit("the server is not ready")
-
-
 def _post(url: str, body: Any) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
@@ -158,12 +138,13 @@ def _post(url: str, body: Any) -> None:
 
 
 def _stream_over_grpc(address: str) -> None:
-    message = pb.ModelInferRequest(model_name="smollm2", id="1")
-    message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(_PROMPT.encode())
-    message.parameters["max_tokens"].int64_param = 4
-    with grpc.insecure_channel(address) as channel:
-        for _ in GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message])):
-            pass
+    endpoint = GrpcEndpoint(int(address.rpartition(":")[2]), "smollm2")
+
+    async def stream() -> None:
+        await endpoint.send(endpoint.request(Ask(_PROMPT, 0, 4)), Recording())
+        await endpoint.close()
+
+    asyncio.run(stream())
 
 
 def _infer_object(folder: str, endpoint: ServerEndpoint) -> None:
@@ -192,24 +173,24 @@ def _requests(url: str, address: str, folder: str) -> dict[str, Callable[[], Non
 
 
 def _report(url: str, address: str, recorder: PathRecorder) -> None:
-    _wait_until_ready(url)
+    end = time.monotonic() + _READY_S
+    while answering(int(url.rpartition(":")[2]), "/v2/health/ready") != 200:
+        if time.monotonic() > end:
+            raise SystemExit("the server is not ready")
+        time.sleep(0.2)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "prompt.txt").write_text(_PROMPT)
-        _report_all(_requests(url, address, folder), recorder)
-
-
-def _report_all(requests: Mapping[str, Callable[[], None]], recorder: PathRecorder) -> None:
-    for name, ask in requests.items():
-        ask()
-        time.sleep(_PAUSE_S)
-        recorder.begin()
-        ask()
-        time.sleep(_PAUSE_S)
-        recorder.recording = False
-        modules = [module.removeprefix("mlserver_torch_stream.") for module in recorder.modules]
-        print(f"{name}: {recorder.before_forward} modules ({len(modules)} in all), {len(recorder.shapes) + 2} shapes")
-        print(f"  modules: {', '.join(modules)}")
-        print(f"  shapes: bytes, JSON object, {', '.join(recorder.shapes)}", flush=True)
+        for name, ask in _requests(url, address, folder).items():
+            ask()
+            time.sleep(_PAUSE_S)
+            recorder.begin()
+            ask()
+            time.sleep(_PAUSE_S)
+            recorder.recording = False
+            modules = [module.removeprefix("mlserver_torch_stream.") for module in recorder.modules]
+            count, shapes = recorder.before_forward, ["bytes", "JSON object", *recorder.shapes]
+            print(f"{name}: {count} modules ({len(modules)} in all), {len(shapes)} shapes")
+            print(f"  modules: {', '.join(modules)}\n  shapes: {', '.join(shapes)}", flush=True)
 
 
 def main() -> None:

@@ -12,19 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.grpc_endpoint import GrpcEndpoint
-from benchmarks.http_endpoint import HOST, HttpEndpoint
+from benchmarks.endpoints import HOST, GrpcEndpoint, HttpEndpoint, OpenAISpelling, V2Spelling
 from benchmarks.load import Endpoint
 from benchmarks.process import free_ports, running
-from benchmarks.spellings import OpenAISpelling, V2Spelling
 
 OURS = "mlserver-torch-stream"
+EMBEDDED = "embedded://smollm2-135m-instruct"
 _READY_S = 900.0  # the first start converts, compiles or warms
 _POLL_S = 0.05
 _LOG_TAIL = 1500
@@ -111,27 +110,27 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log: Path) -> None:
-    """Until ``path`` answers 200. Raises StartFailed."""
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log: Path, status: int = 200) -> None:
+    """Until ``path`` answers with the status. Raises StartFailed."""
     end = time.monotonic() + _READY_S
     while time.monotonic() < end:
         if process.poll() is not None:
             raise StartFailed(f"ended with {process.returncode}: {_tail(log)}")
-        if _status(port, path) == 200:
+        if answering(port, path) == status:
             return
         time.sleep(_POLL_S)
     raise StartFailed(f"not ready within {_READY_S:.0f} s: {_tail(log)}")
 
 
-def _status(port: int, path: str) -> int | None:
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
-    try:
-        with suppress(OSError, http.client.HTTPException):  # not listening yet
-            connection.request("GET", path)
-            return connection.getresponse().status
-        return None
-    finally:
-        connection.close()
+def answering(port: int, path: str) -> int | None:
+    """Returns the status of ``GET path``; None where nothing listens yet."""
+    with (
+        closing(http.client.HTTPConnection(HOST, port, timeout=5)) as connection,
+        suppress(OSError, http.client.HTTPException),
+    ):
+        connection.request("GET", path)
+        return connection.getresponse().status
+    return None
 
 
 def _tail(log: Path) -> str:

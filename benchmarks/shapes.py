@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 _SPREAD = 0.02
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -62,37 +67,42 @@ def written(name: str, folder: Path, tokenizer: Path) -> Iterator[Path]:
             shutil.rmtree(made) if made.is_dir() else made.unlink()
 
 
+def llama_config(shape: Shape, vocabulary: int, **more: Any) -> LlamaConfig:
+    """Returns the config of a model of the shape in bf16, with further fields."""
+    from transformers import LlamaConfig  # which takes memory that the measuring process need not have
+
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=4096, tie_word_embeddings=shape.tied, dtype=torch.bfloat16,
+        architectures=["LlamaForCausalLM"], **more,
+    )  # fmt: skip
+
+
 def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
     """One file for each layer: no more than one is in memory."""
+    from accelerate import init_empty_weights
+    from transformers import LlamaForCausalLM
+
     place.mkdir(parents=True, exist_ok=True)
     for file in _TOKENIZER:
         if (tokenizer / file).is_file():
             shutil.copy(tokenizer / file, place)
     base = json.loads((tokenizer / "config.json").read_text())
-    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    config = {
-        **{name: base[name] for name in names if name in base},
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.hidden // shape.heads, "hidden_act": "silu",
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
-        "tie_word_embeddings": shape.tied, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (place / "config.json").write_text(json.dumps(config, indent=1))
+    ids = {name: base[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in base}
+    config = llama_config(shape, base["vocab_size"], rope_theta=100000.0, **ids)
+    config.save_pretrained(place)
+    with init_empty_weights():
+        sizes = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
     generator = torch.Generator().manual_seed(0)
-    where, total, hidden = {}, 0, shape.hidden
-    keys = hidden // shape.heads * shape.kv_heads
-    parts = [{"model.embed_tokens.weight": (base["vocab_size"], hidden), "model.norm.weight": (hidden,)}]
-    parts += [_layer(f"model.layers.{index}.", shape, keys) for index in range(shape.layers)]
-    if not shape.tied:
-        parts.append({"lm_head.weight": (base["vocab_size"], hidden)})
-    for number, sizes in enumerate(parts):
-        file = f"model-{number:05}.safetensors"
-        tensors = {name: _random(size, generator) for name, size in sizes.items()}
-        if (head := "model.embed_tokens.weight" if shape.tied else "lm_head.weight") in tensors:
+    head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+    where, total = {}, 0
+    for layer, names in groupby(sizes, lambda name: ".".join(name.split(".")[:3])):
+        tensors = {name: _random(sizes[name], generator) for name in names}
+        if head in tensors:
             tensors[head][_without_text(place, base["vocab_size"])] = 0
-        save_file(tensors, str(place / file), metadata={"format": "pt"})
-        where.update(dict.fromkeys(tensors, file))
+        save_file(tensors, str(place / f"{layer}.safetensors"), metadata={"format": "pt"})
+        where.update(dict.fromkeys(tensors, f"{layer}.safetensors"))
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (place / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -106,18 +116,7 @@ def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
     return without
 
 
-def _layer(prefix: str, shape: Shape, keys: int) -> dict[str, tuple[int, ...]]:
-    hidden, middle = shape.hidden, shape.intermediate
-    sizes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (middle, hidden), "mlp.up_proj": (middle, hidden),
-        "mlp.down_proj": (hidden, middle),
-    }  # fmt: skip
-    return {f"{prefix}{name}.weight": size for name, size in sizes.items()}
-
-
-def _random(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _random(size: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """Norms are ones."""
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)

@@ -21,14 +21,13 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 
 from benchmarks import machine  # noqa: E402
-from benchmarks.http_endpoint import HOST  # noqa: E402
+from benchmarks.endpoints import HOST  # noqa: E402
 from benchmarks.process import rss_mib  # noqa: E402
 from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
-from benchmarks.servers import Live, Ours  # noqa: E402
+from benchmarks.servers import EMBEDDED, Live, Ours  # noqa: E402
 from benchmarks.soak_requests import MODEL, SoakClient  # noqa: E402
 from benchmarks.sweep import started  # noqa: E402
 
-EMBEDDED = "embedded://smollm2-135m-instruct"
 _CLIENTS = 16  # half of the rows that the engine decodes together
 _SAMPLES = 40
 _WHEN = ("after_warm_up", "at_the_end")
@@ -121,21 +120,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     described, began, ours = machine.describe(), time.monotonic(), Ours(arguments.uri)
     with started(ours) as server:
         held, tokens, counted = soak(server, arguments.requests)
-    figures = {
-        "requests": arguments.requests,
-        "seconds": time.monotonic() - began,
-        "tokens": tokens,
-        "counted": counted,
-    }
-    found = problems(held, tokens, counted)
+    seconds = time.monotonic() - began
+    figures = {"requests": arguments.requests, "seconds": seconds, "tokens": tokens, "counted": counted}
     head = {"run": described["date"], "name": "soak", "commit": commit(), "machine": described, "model": arguments.uri}
     recorder = Recorder(arguments.output, {**head, "servers": {ours.name: ours.versions()}}, again=True)
     grown = {
         f"{name}_{when}": most for name, pair in growth(held).items() for when, most in zip(_WHEN, pair, strict=True)
     }
     recorder.add((ours.name, "", "soak", 0), {**figures, **grown})
-    result = {**described, **figures}
-    print(summary(result, held))
+    print(summary({**described, **figures}, held))
+    found = problems(held, tokens, counted)
     print(*(f"missed: {each}" for each in found), sep="\n")
     return 1 if found else 0
 

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 import uvloop
 
 from benchmarks.answers import WrongCount
-from benchmarks.beside_batch import BatchTooShort
-from benchmarks.cases import Case, Scale, warm_up
+from benchmarks.cases import BatchTooShort, Case, Scale, warm_up
+from benchmarks.endpoints import BadAnswer
 from benchmarks.figures import Figures
-from benchmarks.http_endpoint import BadAnswer
 from benchmarks.process import available_mib, family, rss_mib
 from benchmarks.prompts import Prompts
 from benchmarks.results import NO_FIT, START, Recorder
@@ -99,30 +98,21 @@ def started(contender: Contender) -> Iterator[Live]:
 async def _run_cases(contender: Contender, live: Live, plan: Plan, left: Left, recorder: Recorder) -> None:
     for endpoint_name in [name for name in plan.endpoints if name in live.endpoints]:
         endpoint = live.endpoints[endpoint_name]
-        cells = {cell: case for cell, case in left.items() if cell[1] == endpoint_name}
+        if not (cells := {cell: case for cell, case in left.items() if cell[1] == endpoint_name}):
+            continue
         try:
-            await warm_up(endpoint, plan.scale, plan.prompts, _warm_streams(contender, cells))
+            streams = 2 if contender.one_at_a_time else max(case.streams for case in cells.values())
+            await warm_up(endpoint, plan.scale, plan.prompts, min(_WARM_STREAMS, streams))
             for cell, case in cells.items():
                 label = (cell[3], endpoint_name)  # else the second endpoint would find the first one's prompts cached
                 await _attempt(case, endpoint, live.pid, label, cell, plan, recorder)
         except (WrongCount, BadAnswer) as error:
             if not plan.lenient:
                 raise
-            plan.say(f"  {cell_name(cells)}: {error}")
+            plan.say(f"  {next(iter(cells))[0]}: {error}")
             _note({cell: case for cell, case in cells.items() if not recorder.has(cell)}, recorder, f"warm-up: {error}")
         finally:
             await endpoint.close()
-
-
-def cell_name(cells: Left) -> str:
-    return next(iter(cells))[0] if cells else ""
-
-
-def _warm_streams(contender: Contender, cells: Left) -> int:
-    """As many as the cases have at the most."""
-    if contender.one_at_a_time:
-        return 2
-    return min(_WARM_STREAMS, max((case.streams for case in cells.values()), default=1))
 
 
 async def _attempt(

@@ -11,8 +11,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_bytes(value: Any) -> Any:
-    """Parses ``"4GiB"``, ``"512MB"`` or ``"1024"`` into a number of bytes. Returns a value that is not a string
-    unchanged.
+    """Parses ``"4GiB"``, ``"512MB"`` or ``"1024"`` into a number of bytes. Other values are returned unchanged.
 
     Raises ValueError.
     """

@@ -108,7 +108,8 @@ _PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # values of vLLM's ``load_for
 class EngineSettings(BaseModel):
     """The keys of ``parameters.extra``.
 
-    Knows nothing of the host: None means that the loader or the engine derives the value and logs it at load.
+    The defaults do not depend on the host: where a value is None, the loader or the engine chooses one and logs it when
+    the model loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -210,13 +211,15 @@ class EngineSettings(BaseModel):
     ([engines.md](engines.md#adapters))."""
 
     def on_gpus(self) -> EngineSettings:
-        """Returns the settings with the defaults of GPUs, whose steps need more tokens to be worth their time."""
+        """Returns the settings with the defaults for GPUs, which need more tokens in a step to be used well."""
         defaults = {key: value for key, value in _GPU_DEFAULTS.items() if key not in self.model_fields_set}
         return self.model_copy(update=defaults)
 
     @property
     def fits_cpu_kernels(self) -> bool:
-        """Whether no key rules out our own kernels on the CPU. If ``device_map`` is None, a GPU of the host does."""
+        """Whether the settings allow our own CPU kernels. If ``device_map`` is None, the kernels also require a host
+        without a GPU.
+        """
         free = (self.quantization_config, self.max_memory, self.offload_folder, self.attn_implementation)
         return (
             self.device_map in (None, "cpu")

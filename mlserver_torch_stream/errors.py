@@ -7,11 +7,11 @@ from __future__ import annotations
 
 
 class RequestError(Exception):
-    """A request that fails, with the status that its client sees before the first token.
+    """The error of a request. ``status`` is the REST status that the client gets if no token has been sent yet.
 
-    ``field`` is the part of the request that is wrong, in the client's own spelling. ``code`` is OpenAI's code for the
-    error, if clients act on it. ``retry_after`` is the number of whole seconds after which the client should try again.
-    ``shared`` means that another request of the batch may be the cause.
+    ``field`` is the part of the request that is wrong, by its name in the client's request. ``code`` is OpenAI's code
+    for the error, if clients act on it. ``retry_after`` is the number of whole seconds after which the client should
+    try again. ``shared`` means that another request of the batch may be the cause.
     """
 
     status: int = 500
@@ -26,7 +26,9 @@ class RequestError(Exception):
 
 
 class InvalidInput(RequestError):
-    """Bad input: a value is wrong, or a parameter is unknown. The message names the field as the client wrote it."""
+    """Bad input: a value is wrong, or a parameter is unknown. The message names the field as it is called in the
+    client's request.
+    """
 
     status = 422
 
@@ -63,7 +65,7 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """The server has keys, and the request has sent none of them.
+    """The server requires a key, and the request has sent none or a wrong one.
 
     The message quotes no key.
     """
@@ -106,7 +108,7 @@ class TimedOut(RequestError):
 
 
 class GenerationFailed(RequestError):
-    """The model raised while this request was running."""
+    """The model raised an exception while this request was running."""
 
     status = 500
 
@@ -125,7 +127,7 @@ class ConstraintTooComplex(GenerationFailed):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Returns an error of a sequence as the error of its request."""
+    """Returns the RequestError for an exception that ended a sequence."""
     return error if isinstance(error, RequestError) else GenerationFailed(str(error) or type(error).__name__)
 
 
@@ -134,4 +136,4 @@ class SettingsError(Exception):
 
 
 class LoadFailed(Exception):
-    """A model could not be loaded: one line that says why."""
+    """A model could not be loaded; the message says why in one line."""

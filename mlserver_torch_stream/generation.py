@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.api import (
     CompiledConstraint,
     Engine,
     EngineRequest,
-    TokenStream,
+    Mailbox,
 )
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
 from mlserver_torch_stream.errors import InvalidInput, NotServing, QueueFull, TimedOut
@@ -96,7 +96,7 @@ _LONGEST_COMPILATION_S = 10.0  # and the longest wait until a compilation begins
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-Opened = Callable[[TokenStream], None]
+Opened = Callable[[Mailbox], None]
 """Is called with a stream as soon as there is one, so that its owner can close it at any time."""
 
 
@@ -117,15 +117,16 @@ class PromptEncoder(Protocol):
         """Whether ``encode`` waits for something, so that it must not run on the event loop."""
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """Returns how the answer to a conversation with these ids is divided, and what its text and its calls must
-        match.
+        """Returns how the answer is divided into reasoning, text and calls, and the constraints on its text and calls.
+        ``ids`` are the conversation's tokens.
         """
 
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Begins to compile a constraint; ``reasoning`` are the marks of the reasoning that it follows. The compilation
-        may raise InvalidInput."""
+        """Begins to compile a constraint. ``reasoning`` holds the marks of the reasoning that precedes the constrained
+        text. The compilation may raise InvalidInput.
+        """
 
     def check_length(self, text: str, field: str) -> None:
         """Raises ContextLengthExceeded if no prompt that begins with ``text`` can fit."""
@@ -151,7 +152,7 @@ class RequestObserver:
 
 
 class RequestObservers:
-    """Makes an observer for each request, before anything is done for it."""
+    """Makes an observer for each request, before the request is processed."""
 
     def started(self, request: GenerationRequest) -> RequestObserver:
         return RequestObserver()
@@ -182,7 +183,9 @@ class Generator:
     async def answer(
         self, request: GenerationRequest, answer: Callable[[GenerationRequest, PromptEncoder, ModelInfo], _R]
     ) -> _R:
-        """Returns what ``answer``, called in a thread of the codec, makes of the prompts alone. Raises RequestError."""
+        """Calls ``answer``, which needs only the prompts and not the engine, in a thread of the codec, and returns its
+        result. Raises RequestError.
+        """
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self.codec.executor, answer, request, self.codec, self.info)
@@ -228,7 +231,7 @@ class Generator:
             compiled.cancel()
 
     async def _encoded(self, prompts: Sequence[Prompt]) -> Sequence[tuple[int, ...]]:
-        """Encodes some prompts after others, so that no further prompt is begun once the client has left."""
+        """Encodes the prompts group by group, so that no further group is begun once the client has disconnected."""
         encoded: list[tuple[int, ...]] = []
         for some in _in_pieces(prompts):
             encoded += await _off_loop_if_long(self.codec, self._encode_all, some)
@@ -240,7 +243,7 @@ class Generator:
     async def assemble(
         self, request: GenerationRequest, pieces: AsyncIterator[Prompt], opened: Opened, *, timeout: float = 0.0
     ) -> None:
-        """Submits one prompt that arrives in pieces, which is queued when it is whole.
+        """Submits one prompt that arrives in pieces; the prompt is queued when it is complete.
 
         ``pieces`` are of the same kind as the request's own prompt, the first piece; the next one must arrive within
         ``timeout`` seconds, unless that is 0. Raises RequestError.
@@ -259,8 +262,8 @@ class Generator:
             observer.prompted([prompt], len(ids))
             stream.seal(ids)
 
-    async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: TokenStream) -> Prompt:
-        """Returns the prompt of all pieces. A piece that makes it too long is refused."""
+    async def _whole(self, first: Prompt, arrivals: Arrivals[Prompt], stream: Mailbox) -> Prompt:
+        """Returns the prompt of all pieces. A piece that makes the prompt too long is refused."""
         parts: list[Prompt] = []
         lengths = _TextLength(self.codec)
         piece: Prompt | None = first
@@ -320,7 +323,7 @@ def _engine_request(
     )
 
 
-def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
+def _observed(stream: Mailbox, observer: RequestObserver) -> Mailbox:
     """Returns the stream of an accepted request. The observer sees each event when the reader takes it."""
     stream.observe(observer)
     observer.accepted()
@@ -328,7 +331,7 @@ def _observed(stream: TokenStream, observer: RequestObserver) -> TokenStream:
 
 
 class _TextLength:
-    """Refuses a text that comes in pieces once it is certainly too long."""
+    """Refuses a text that arrives in pieces as soon as it is certainly too long."""
 
     def __init__(self, codec: PromptEncoder) -> None:
         self._codec = codec
@@ -346,7 +349,7 @@ class _TextLength:
 
 
 def _join(parts: Sequence[Prompt]) -> Prompt:
-    """Returns the whole prompt. A chat never arrives in pieces, so it is the only part."""
+    """Returns the whole prompt. A chat never arrives in pieces, so it has only one part."""
     if isinstance(parts[0], TextPrompt):
         return replace(parts[0], text="".join(part.text for part in parts if isinstance(part, TextPrompt)))
     if isinstance(parts[0], TokensPrompt):
@@ -355,7 +358,9 @@ def _join(parts: Sequence[Prompt]) -> Prompt:
 
 
 def _in_pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
-    """Divides prompts: a piece is one prompt, or several of at most ``_MAX_CHARS_TOGETHER`` characters."""
+    """Yields the prompts in groups: one prompt, or several that have at most ``_MAX_CHARS_TOGETHER`` characters
+    together.
+    """
     piece: list[Prompt] = []
     size = 0
     for prompt in prompts:
@@ -368,8 +373,8 @@ def _in_pieces(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
 
 
 async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], value: _T) -> _R:
-    """Runs ``work`` in one of the codec's threads, whose number bounds how much is tokenized at a time. Short work runs
-    at once.
+    """Runs ``work`` in one of the codec's threads, which bound how much text is tokenized concurrently. Short work runs
+    at once on the event loop.
     """
     prompts = value if isinstance(value, list) else [TextPrompt(value)] if isinstance(value, str) else []
     if not any(map(codec.blocks, prompts)) and sum(map(_size, prompts)) <= _MAX_CHARS_ON_LOOP:
@@ -378,7 +383,7 @@ async def _off_loop_if_long(codec: PromptEncoder, work: Callable[[_T], _R], valu
 
 
 def _size(prompt: Prompt) -> int:
-    """Returns the number of characters to tokenize; for a conversation, the characters of its texts."""
+    """Returns the number of characters to tokenize; for a conversation, the number of characters in its messages."""
     if isinstance(prompt, ChatPrompt):
         return sum(len(str(message.get("content"))) for message in prompt.messages)
     return len(prompt.text) if isinstance(prompt, TextPrompt) else 0

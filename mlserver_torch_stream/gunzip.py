@@ -1,4 +1,6 @@
-"""Decompresses a gzip stream as its bytes arrive, in pieces of bounded size, however much a few bytes unpack to."""
+"""Decompresses a gzip stream as its bytes arrive, in pieces of bounded size, even if a few bytes decompress to very
+many.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Damaged(ValueError):
 
 class Gunzip:
     """Decompresses a stream. Several members one after another are one stream, as for ``gzip``. ``padded`` means that
-    zeros may follow a member, as tapes and blocks add them."""
+    zeros may follow a member, as tapes and block devices add them.
+    """
 
     def __init__(self, *, padded: bool = False) -> None:
         self._padded = padded

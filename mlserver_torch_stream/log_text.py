@@ -1,6 +1,6 @@
-"""Makes the text of a handler, of an error or of a client fit for one line of the log.
+"""Escapes a text that a handler, an error or a client supplies, so that it fits into one line of the log.
 
-Raw, such a text may forge a line, move a terminal's cursor, or fail to be encoded.
+Without escapes, such a text could forge a log line, move a terminal's cursor, or fail to be encoded.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ _UNFIT = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u20
 
 
 def log_text(text: object) -> str:
-    """Returns the text with escapes, such as ``\\x1b``, in place of characters that steer a terminal or end a line."""
+    """Returns the text with escapes, such as ``\\x1b``, for characters that control a terminal or end a line."""
     return _UNFIT.sub(lambda match: match.group().encode("unicode_escape").decode(), str(text))

@@ -1,6 +1,6 @@
-"""Makes protobuf's classes of messages from a table of their fields, in a descriptor pool of their own.
+"""Makes protobuf message classes from tables of their fields, in a separate descriptor pool.
 
-In protobuf's default pool they would clash with messages of the same names that MLServer or a user's package has there.
+In protobuf's default pool they would clash with messages of the same names from MLServer or a user's package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Field = descriptor_pb2.FieldDescriptorProto
 def message_classes(
     package: str, fields: Fields, enums: Enums, *, syntax: str = "proto3"
 ) -> Callable[[str], type[Message]]:
-    """Finds a class by the name of its message. The values of an enum are numbered from 0.
+    """Maps the names of messages to their classes. The values of an enum are numbered from 0.
 
     With the ``syntax`` "proto2", ``HasField`` is true for a field that was sent, even if its value is 0 or empty.
     """

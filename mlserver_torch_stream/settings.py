@@ -61,7 +61,7 @@ def parse_settings(
     source_folder: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ResolvedSettings:
-    """Validates the settings that MLServer and the environment give, and finds the model.
+    """Validates the settings from MLServer and the environment, and finds the model.
 
     ``uri`` and ``extra`` come from ``ModelSettings.parameters``, and ``parameter_level_extras`` is its ``model_extra``.
     If ``uri`` or ``extra`` is None, the environment applies. ``source_folder`` is the folder of
@@ -172,8 +172,9 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
 def _refuse_misplaced(strays: Mapping[str, Any], environ: Mapping[str, str]) -> None:
     """Refuses settings in places where MLServer swallows or ignores them.
 
-    MLServer also passes every line of a ``.env`` file in ``parameters``, in lower case, with its own prefix or without
-    (that depends on pydantic-settings): such a line is refused only if it has the prefix and one of our names.
+    MLServer also passes each line of a ``.env`` file in ``parameters``, lower-cased. Depending on the version of
+    pydantic-settings, MLServer's prefix is kept or not. Such a line is refused only if it has the prefix and the name
+    of one of our keys.
     """
     for variable in environ:
         key = variable.removeprefix(ENV_PREFIX).lower()
@@ -216,8 +217,8 @@ def _environment_extra(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _file_parameters(source_folder: str | None) -> dict[str, Any]:
-    """Returns the ``parameters`` block of the file itself, by which its values are distinguished from the
-    environment's.
+    """Returns the ``parameters`` block of the settings file, so that its values can be distinguished from those of the
+    environment.
     """
     if source_folder is None:
         return {}

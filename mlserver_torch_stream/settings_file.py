@@ -41,7 +41,8 @@ def read_json(path: Path) -> Any:
 
 
 def refuse_stray_keys(path: Path, known: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Refuses a key at the top level that MLServer would ignore, if it is known elsewhere or nearly known.
+    """Refuses a key at the top level that MLServer would ignore, if it belongs elsewhere in the file or is a misspelt
+    known key.
 
     ``elsewhere`` are keys that are known in other places, with these places. Returns the file's content. Raises
     SettingsError.
@@ -56,15 +57,15 @@ def refuse_stray_keys(path: Path, known: Collection[str], elsewhere: Mapping[str
 
 
 def place_of(key: str, path: Path) -> str:
-    """Returns the file, and the line of the key if the file has the key once."""
+    """Returns the file's path, with the line of the key if the key occurs exactly once."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [number for number, line in enumerate(lines, 1) if f'"{key}"' in line]
     return f"{path}, line {found[0]}" if len(found) == 1 else str(path)
 
 
 def place_of_error(error: SettingsError, source: str | None) -> str:
-    """Returns the place of the key that the error of a model's settings names, in parentheses; nothing if the file
-    lacks it.
+    """Returns, in parentheses, the place of the key that a SettingsError names; an empty string if the file does not
+    have the key.
     """
     key = _KEY_OF_ERROR.match(str(error))
     if source is None or key is None:

@@ -61,7 +61,7 @@ def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
 
 
 def join_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Returns the parts of an answer's calls, in their order, with neighbours of the same call as one."""
+    """Returns the parts of an answer's calls in order, and merges neighbouring parts of the same call."""
     joined: list[ToolCallDelta] = []
     for delta in deltas:
         if joined and joined[-1].index == delta.index:

@@ -1,4 +1,4 @@
-"""Defines the vocabulary of all rooms: prompts, sampling parameters, requests, token events."""
+"""Defines the types that all rooms share: prompts, sampling parameters, requests, token events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlserver_torch_stream.tool_calls import ToolCallDelta, ToolChoice, join_cal
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. The values are the wire's spelling."""
+    """Why a sequence ended. The values are the strings that are sent to clients."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,8 +27,8 @@ FAILURES = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT)
 class StreamMode(str, Enum):
     """What several messages on one gRPC stream mean.
 
-    With ``EACH`` every message is a generation of its own, and all run concurrently. With ``PROMPT`` the messages are
-    pieces of one prompt, which is answered at half-close.
+    With ``EACH`` every message is a separate request, and all run concurrently. With ``PROMPT`` the messages are pieces
+    of one prompt, which is answered at half-close.
     """
 
     EACH = "each"
@@ -47,7 +47,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokensPrompt:
-    """Already tokenized ids, used as they are."""
+    """A prompt of token ids, used unchanged."""
 
     token_ids: tuple[int, ...]
 
@@ -56,10 +56,11 @@ class TokensPrompt:
 class ChatPrompt:
     """A conversation, rendered by the model's chat template.
 
-    With ``add_generation_prompt`` the text ends with a generation prompt, which begins the answer. Otherwise its end is
-    open: the answer continues the last message. If both are None, the answer continues the last message only if it is
-    the assistant's. ``messages`` are OpenAI-shaped dicts; ``tools`` and ``template_kwargs`` go to the template as they
-    are. ``tool_choice`` has a meaning only with ``tools``. ``field`` is the request's parameter that gave the messages.
+    With ``add_generation_prompt`` the rendered text ends with a generation prompt, which begins the answer. With
+    ``continue_final_message`` the answer continues the last message. If both are None, the answer continues the last
+    message only if that is the assistant's. ``messages`` are dicts in OpenAI's format; ``tools`` and
+    ``template_kwargs`` are passed to the template unchanged. ``tool_choice`` has a meaning only with ``tools``.
+    ``field`` is the name of the request's parameter with the messages.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -88,7 +89,7 @@ Prompt = TextPrompt | TokensPrompt | ChatPrompt
 
 
 class ConstraintKind(str, Enum):
-    """In which language a constraint is written."""
+    """The language in which a constraint is written."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -99,10 +100,12 @@ class ConstraintKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A rule that a sequence's whole answer must match. Reasoning before the answer is not part of it.
+    """A rule that a sequence's whole answer must match. The constraint does not apply to the reasoning before the
+    answer.
 
     ``source`` is a JSON Schema as JSON text, a regular expression, a JSON list of strings, a grammar in Lark's
-    language, or nothing for a JSON object of any kind. ``field`` is the request's parameter that gave the constraint.
+    language, or nothing for a JSON object of any kind. ``field`` is the name of the request's parameter with the
+    constraint.
     """
 
     kind: ConstraintKind
@@ -112,7 +115,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How tokens are chosen and when a sequence ends, validated and resolved against the model's defaults.
+    """How tokens are chosen and when a sequence ends. The values are validated, and the model's defaults are filled in.
 
     The order of the transformations is the order in transformers' ``generate``: penalties and biases, temperature,
     top-k, top-p, min-p, typical-p. Log-probabilities are computed from the raw logits, before any transformation.
@@ -185,7 +188,9 @@ class ReplyOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request of one client: B prompts, n sequences each, numbered prompt-major from 0 to B*n-1."""
+    """One request of one client: B prompts with n sequences each. Sequences are numbered prompt by prompt, from 0 to
+    B*n-1.
+    """
 
     request_id: str
     prompts: tuple[Prompt, ...]
@@ -212,7 +217,7 @@ _CHARACTERS_PER_ALTERNATIVE = 7
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token and of the most likely alternatives at its position.
+    """The natural logarithms of the probabilities of one token and of the most likely tokens at its position.
 
     ``logprob`` is None for the first token of a prompt, which has no token before it. ``token`` and ``top_tokens`` are
     the tokens' bytes, in the order of ``top``; if only ids are known, they are None and empty.
@@ -234,7 +239,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts and times of one finished sequence. Times are seconds since it was submitted."""
+    """Token counts and times of one finished sequence. Times are in seconds since the request was submitted."""
 
     num_input_tokens: int
     num_output_tokens: int
@@ -246,14 +251,14 @@ class Usage:
 
 @dataclass(slots=True)  # a frozen dataclass takes five times as long to create
 class TokenEvent:
-    """The tokens of one sequence since its last event, and in the last event the reason of its end.
+    """The tokens of one sequence since its previous event. The last event of a sequence also says why it ended.
 
-    The contents of an event follow each other as ``prompt_text`` and ``prompt_logprobs``, ``reasoning``, ``text``,
-    ``tool_calls``. ``text`` is the answer's text alone. It never holds part of a character nor of a stop string, so it
-    may be empty although ``token_ids`` is not.
-    ``finish_reason`` and ``usage`` are set on exactly one event of a sequence, its last; ``error`` only beside
-    ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for clients that have not been sent anything yet. ``stop_reason``
-    is the stop string, or the id of ``stop_token_ids``, that ended the sequence; None for the model's own end token.
+    The contents of an event are in this order: ``prompt_text`` and ``prompt_logprobs``, ``reasoning``, ``text``,
+    ``tool_calls``. ``text`` is only the answer's text. It never ends within a character or within a possible stop
+    string, so it may be empty although ``token_ids`` is not. ``finish_reason`` and ``usage`` are set on the last event
+    of a sequence, and on no other. ``error`` is set only with ``FinishReason.ERROR``, ``TIMEOUT`` and ``ABORT``, for
+    clients that have not been sent anything yet. ``stop_reason`` is the stop string, or the id of ``stop_token_ids``,
+    that ended the sequence; None for the model's own end token.
     """
 
     index: int
@@ -274,7 +279,9 @@ class TokenEvent:
 
     @property
     def has_output(self) -> bool:
-        """Whether there is anything to show. An event may have only ids, of a character that is not complete yet."""
+        """Whether there is anything to show. An event may have ids but no text, as long as the character that they
+        belong to is not complete.
+        """
         return bool(self.text or self.reasoning or self.tool_calls or self.prompt_text)
 
     @property
@@ -326,8 +333,9 @@ class TokenEvent:
 
 
 def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
-    """Adds an event to earlier ones of its sequence; merges it with the last of them if both are small enough and their
-    contents stay in order."""
+    """Adds an event to the earlier events of its sequence. Merges it with the last one if the result is small enough
+    and its contents stay in order.
+    """
     if events and events[-1].size + later.size <= MAX_PER_EVENT and events[-1].goes_before(later):
         events[-1] = events[-1].merge(later)
     else:
@@ -338,8 +346,8 @@ def add_event(events: MutableSequence[TokenEvent], later: TokenEvent) -> None:
 class ModelInfo:
     """The properties of a loaded model against which the protocol validates a request.
 
-    ``default_sampling`` holds request-parameter names (``temperature``, ``max_tokens``, …) from the model's
-    generation config, overlaid by the settings'; it is the lowest level of precedence.
+    ``default_sampling`` holds request parameters (``temperature``, ``max_tokens``, …) from the model's generation
+    config, overridden by those in the settings. A request's own values override both.
     """
 
     vocab_size: int

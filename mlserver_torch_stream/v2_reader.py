@@ -1,4 +1,6 @@
-"""Reads a V2 reply in JSON, a unary one or one event of a stream: the part of each sequence, and the final flag."""
+"""Reads a V2 reply in JSON, either a whole reply or one event of a stream: the part of each sequence, and the final
+flag.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class ServerReply:
     """``sequences`` has at least one entry; ``final`` marks the stream's last event; ``error`` is the error of a failed
     generation.
 
-    The counts are the whole request's; None means that the reply does not say.
+    The counts are those of the whole request; None means that the reply does not have them.
     """
 
     sequences: tuple[SequenceReply, ...]
@@ -84,7 +86,7 @@ def read_reply(body: Mapping[str, Any]) -> ServerReply:
 
 
 def _ids_of_each(tensor: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Returns the ids of one sequence, or of several sequences, whose rows are filled up with -1."""
+    """Returns the ids of each sequence; with several sequences, rows are padded with -1."""
     data, shape = tensor["data"], tensor["shape"]
     width = max(1, shape[-1])
     return [

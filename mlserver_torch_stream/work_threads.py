@@ -1,4 +1,4 @@
-"""Runs blocking work in a thread that never keeps the process from ending, and that can be cancelled.
+"""Runs blocking work that can be cancelled, in a thread that never keeps the process from ending.
 
 The event loop joins its own threads at exit, even while they load a model for minutes.
 """
@@ -26,7 +26,7 @@ class WorkCancelled(BaseException):
 
 
 class Cancellation:
-    """Ends work that another thread does: at its next ``raise_if_cancelled``, or by an interrupt."""
+    """Ends the work of another thread, at its next ``raise_if_cancelled`` or by an interrupt."""
 
     def __init__(self) -> None:
         self.cancelled = False

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^( *)```(\S*) *\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")  # with or without a title
 
 
 @dataclass(frozen=True)

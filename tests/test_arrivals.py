@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import Mailbox
 from mlserver_torch_stream.errors import NotServing, TimedOut
 from mlserver_torch_stream.generation import Arrivals
 from mlserver_torch_stream.types import FinishReason, TokenEvent

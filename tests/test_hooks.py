@@ -215,7 +215,7 @@ def _touched(path: Path, relative: str) -> set[str]:
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
             found |= {node.name} & (_PRIVATE_TO_THE_SERVER - {"add_custom_handlers"})
         elif isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
+            owner = node.value.id if isinstance(node.value, ast.Name) else ast.unparse(node.value)
             is_own = owner in ("self", "cls") and (node.attr in set_here or node.attr in made_here)
             hidden = relative.startswith("server/") and node.attr.startswith("_") and not node.attr.startswith("__")
             if (node.attr in _PRIVATE_TO_THE_SERVER or (hidden and owner not in ("self", "cls"))) and not is_own:

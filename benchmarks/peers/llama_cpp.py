@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_endpoint import Spelling
+from benchmarks.endpoints import OpenAISpelling, Spelling
 from benchmarks.peers.peer import Peer, PeerUnavailable
-from benchmarks.spellings import OpenAISpelling
 
 _SOURCE = "llama-cpp-python==0.3.36"
 _VENDORED = "llama_cpp_python-*/vendor/llama.cpp"

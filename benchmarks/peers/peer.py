@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_endpoint import HttpEndpoint, Spelling
+from benchmarks.endpoints import HttpEndpoint, Spelling
 from benchmarks.process import free_ports, running
 from benchmarks.servers import Live, clean_environment, wait_until_ready
 
@@ -38,8 +38,6 @@ class Installed(ABC):
 
     home: Path
     model: Path
-    torch_index: str | None = None
-
     distributions: Sequence[str] = ()  # whose versions say what was measured
 
     @abstractmethod
@@ -75,8 +73,8 @@ class Installed(ABC):
         self.run([str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments])
 
     def install_torch(self) -> None:
-        index = ["--index-url", self.torch_index] if self.torch_index else []
-        self.pip("install", "--progress-bar", "off", TORCH, *index)
+        index = os.environ.get("TORCH_INDEX")
+        self.pip("install", "--progress-bar", "off", TORCH, *(["--index-url", index] if index else []))
 
     def run(self, command: Sequence[str], folder: Path | None = None) -> str:
         """Its output; the log is kept beside the installation. Raises PeerUnavailable with its last line."""

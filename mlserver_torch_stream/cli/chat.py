@@ -21,10 +21,11 @@ from mlserver_torch_stream.log_text import log_text
 
 
 class AnswerMeter:
-    """Measures the tokens per second and the time to the first token of one answer. Times are in seconds on any clock.
+    """Measures one answer's tokens per second and its time to the first token. Times are in seconds; any clock can be
+    used.
 
-    A delta without token ids counts as one token. If the server sends no token count at the end, the sum of these
-    tokens is shown as an estimate.
+    A delta without token ids counts as one token. If the server sends no token count at the end, the sum is shown as an
+    estimate.
     """
 
     def __init__(self, now: float) -> None:
@@ -97,7 +98,7 @@ class AnswerView:
         self._show(call.arguments, dim=True)
 
     def _show(self, text: str, *, dim: bool, apart: bool = False) -> None:
-        """Shows a text, on a new line if ``apart`` is true or if the answer changes between reasoning and text."""
+        """Shows a text. It begins on a new line with ``apart``, or after a change between reasoning and answer."""
         if not text:
             return
         if not dim:
@@ -111,7 +112,7 @@ class AnswerView:
 
 
 def visible(text: str) -> str:
-    """Returns the text without control characters, because a terminal would execute them."""
+    """Returns the text without control characters, which a terminal would interpret."""
     return text.translate(_CONTROL)
 
 
@@ -181,7 +182,7 @@ class Chat:
         return 0
 
     def _answer(self, line: str, sink: TextIO, interactive: bool) -> bool:
-        """Runs a command, or asks the model. If this fails, prints the reason and returns False."""
+        """Runs a command, or asks the model. Returns False if this failed; the reason is printed."""
         command, _, rest = line.partition(" ")
         if command == "/clear":
             self.messages.clear()

@@ -1,5 +1,5 @@
-"""The server that ``--model`` and ``--handler`` start for a run: a child process on loopback with an API key of its
-own.
+"""The server that ``--model`` and ``--handler`` start for a run. It is a child process on loopback with a separate API
+key.
 
 The server ends when the command ends, even if the command is killed.
 """
@@ -59,7 +59,7 @@ class ChildServer:
 async def child_server(
     implementation: str, uri: str, extra: Mapping[str, Any], metrics: RunMetrics
 ) -> AsyncIterator[ChildServer]:
-    """Starts a server with one model, and ends this server when the block ends.
+    """Starts a server with one model, and ends it after the ``async with`` block.
 
     Raises LoadRefused if the model cannot be loaded, and LoadInterrupted if the task is cancelled during the load.
     """
@@ -144,7 +144,7 @@ async def _is_ready(url: str) -> bool:
 def is_own_listener(port: int) -> bool:
     """Returns whether only processes of this user listen on an IPv4 port; True on systems without /proc.
 
-    If another user's process had taken the port, the key and the data would be sent to that process.
+    A process of another user that had taken the port would receive the key and the data.
     """
     try:
         sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -170,8 +170,8 @@ def _reason(printed: bytes, status: int) -> str:
 
 
 async def _pass_on(process: asyncio.subprocess.Process, printed: bytearray) -> None:
-    """Prints the server's output and keeps the last bytes. Does not print why the load failed, because the command
-    reports this.
+    """Prints the server's output and keeps its last bytes. An error of the load is left out, because the command
+    reports it.
     """
     assert process.stderr is not None
     while data := await process.stderr.read(_KEPT_BYTES):
@@ -222,7 +222,7 @@ def _peak_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Runs in the child process: reads the API key from stdin, and serves until this process or the command ends."""
+    """Runs in the child process: reads the key from stdin, and serves until the child or the command ends."""
     from mlserver_torch_stream.cli.serve import start_mlserver
     from mlserver_torch_stream.engine.child_process import die_with
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder

@@ -1,7 +1,7 @@
 """``mlserver-torch-stream cloud``: inference over the objects of a bucket, a folder or a list of URLs.
 
-Runs the subcommand and turns its result into an exit status. With ``--on ray`` the run is spread over a Ray cluster:
-each of Ray's processes runs the same command with ``--worker I/N``, that is, one lane of the output's parts.
+Runs the subcommand and returns its exit status. With ``--on ray`` a run is spread over a Ray cluster: each of Ray's
+processes runs the same command with ``--worker I/N``, and writes one lane of the output's parts.
 """
 
 from __future__ import annotations

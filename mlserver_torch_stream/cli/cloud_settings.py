@@ -48,13 +48,12 @@ def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
 
 
 def shown_name(arguments: argparse.Namespace) -> str | None:
-    """Returns the model's name in answers if --served-model-name sets one, otherwise None."""
+    """Returns the model's name in answers if --served-model-name sets it; else None."""
     return arguments.served_model_name[0] if arguments.served_model_name else None
 
 
 def created() -> int | None:
-    """Returns the creation time of output rows if SOURCE_DATE_EPOCH sets one, which makes runs reproducible; otherwise
-    None.
+    """Returns the creation time for output rows if SOURCE_DATE_EPOCH sets it, which makes runs reproducible; else None.
 
     Raises RunRefused.
     """
@@ -116,7 +115,7 @@ def identity(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused, which names an option, if options contradict each other."""
+    """Raises RunRefused if options contradict each other; the message names one of them."""
     check_object_options(arguments)
     for name, default in URL_DEFAULTS.items():
         if arguments.url is None and getattr(arguments, name) is not None:
@@ -139,7 +138,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def api_key() -> str | None:
-    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain this key."""
+    """Returns the API key in the environment, or None. Raises RunRefused if a header cannot contain the key."""
     try:
         return openai_key()
     except ValueError as error:
@@ -158,7 +157,7 @@ def hands_objects(arguments: argparse.Namespace) -> bool:
 
 
 def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
-    """Returns the kind as which all objects are read; None if the ending of a key decides."""
+    """Returns the kind of all objects; None if the endings of their keys decide."""
     if hands_objects(arguments) and not getattr(arguments, "column", None):
         return Kind.BYTES
     return None if arguments.kind is None else Kind(arguments.kind)
@@ -167,7 +166,7 @@ def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
 def tables(arguments: argparse.Namespace) -> Tables:
     """Returns how tables and archives are read. Raises RunRefused.
 
-    A handler or a tensor gets a whole archive unchanged, unless an option asks for the archive's members.
+    A handler or a tensor gets the unchanged archive, unless an option asks for its members.
     """
     data = hands_objects(arguments)
     return Tables(
@@ -201,7 +200,7 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
 
 
 def check_object_options(arguments: argparse.Namespace) -> None:
-    """Raises RunRefused if options for whole objects contradict each other or contradict an option for prompts."""
+    """Raises RunRefused if options for whole objects contradict each other or an option for prompts."""
     if arguments.sequences:
         if arguments.handler is None:
             raise RunRefused("--sequences: is for a --handler")

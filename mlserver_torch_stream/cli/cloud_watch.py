@@ -1,5 +1,5 @@
-"""Runs ``cloud watch``, which gets new objects from a queue, from events over HTTP or by polling, and rows
-from Kafka.
+"""Runs ``cloud watch``. It gets new objects from a queue, from events over HTTP or by polling, or it gets rows from
+Kafka.
 """
 
 from __future__ import annotations

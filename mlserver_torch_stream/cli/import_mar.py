@@ -79,7 +79,8 @@ def import_mar(
 
 
 def _write(folder: Path, copied: Mapping[str, Path], settings: Mapping[str, Any], force: bool) -> None:
-    """Writes the folder completely or not at all: a hidden folder beside it is filled first and then renamed.
+    """Writes the folder completely or not at all: writes a hidden folder next to it, which is renamed when it is
+    complete.
 
     ``copied`` maps file names in the folder to the files to copy. If the folder exists, ``force`` replaces the settings
     and the archive in it and keeps all other files; without ``force`` SettingsError is raised.
@@ -127,7 +128,7 @@ def _property_notes(
 
 
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
-    """Yields a line for each part of an archive that has an effect in TorchServe but not in this project.
+    """Yields a line for each part of an archive that has an effect in TorchServe but not here.
 
     Raises SettingsError.
     """

@@ -1,4 +1,4 @@
-"""Runs a command's work so that signals cancel it in an orderly way."""
+"""Runs a command's work so that a signal cancels it in an orderly way."""
 
 from __future__ import annotations
 

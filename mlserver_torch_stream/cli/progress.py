@@ -1,4 +1,4 @@
-"""Draws the progress line of a run on the terminal, and formats the summary at the end."""
+"""Draws a run's progress line on the terminal, and formats the summary at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR = 20
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """The bytes and rows of the input; a number is None if it is unknown until the input is read."""
+    """The number of bytes and rows of the input. A number is None if it is not known until the input has been read."""
 
     nbytes: int | None
     rows: int | None
@@ -26,7 +26,7 @@ class Total:
 def share(metrics: RunMetrics, total: Total) -> float | None:
     """Returns the share of the input that is done, from 0 to 1; None if this share is unknown.
 
-    The share counts rows if the number of rows is known, otherwise bytes.
+    It is the share of the rows if their number is known, else the share of the bytes.
     """
     done, whole = (metrics.rows, total.rows) if total.rows is not None else (metrics.input_bytes, total.nbytes)
     if whole is None:
@@ -82,7 +82,7 @@ def _clock(seconds: float) -> str:
 
 
 class Progress:
-    """A context manager that redraws the progress line until its block ends; draws nothing if ``shown`` is false."""
+    """Redraws the line during its ``async with`` block. Draws nothing if ``shown`` is false."""
 
     def __init__(self, metrics: RunMetrics, total: Total, out: TextIO, shown: bool) -> None:
         self._metrics = metrics

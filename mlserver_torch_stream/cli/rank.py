@@ -43,9 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lead(folder: str) -> int:
-    """Runs the server. If the server ends before the other ranks have a model, tells these ranks that there will be
-    none.
-    """
+    """Runs the server. If the server ends before the other ranks have a model, tells them that there will be none."""
     from mlserver.cli.serve import load_settings
 
     from mlserver_torch_stream.engine.tensor_parallel.validate import check_launched

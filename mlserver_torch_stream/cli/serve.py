@@ -38,7 +38,9 @@ _TRUE = ("1", "true", "t", "yes", "y", "on")  # the words that pydantic reads as
 
 
 class Announcement:
-    """Waits until the server is ready, and prints requests to copy. ``environ`` is the server's environment."""
+    """Waits until the server is ready, and prints requests that the user can copy. ``environ`` is the server's
+    environment.
+    """
 
     def __init__(self, host: str, port: int, environ: Mapping[str, str]) -> None:
         self._keys_file = environ.get(f"{_PREFIX}API_KEYS_FILE", "")
@@ -50,7 +52,7 @@ class Announcement:
     def wait_and_print(self, out: TextIO, limit: float = READY_SECONDS) -> None:
         """Prints the requests once the server is ready.
 
-        Prints nothing if the server is not ready within ``limit`` seconds, or if it demands client certificates.
+        Prints nothing if the server is not ready within ``limit`` seconds, or if it requires certificates from clients.
         """
         end = time.monotonic() + limit
         while time.monotonic() < end and not self._asks_for_certificates:
@@ -67,7 +69,7 @@ class Announcement:
             return
 
     def _invitation(self, name: str, generates: bool) -> str:
-        """Returns the requests to copy. A model that does not generate tokens is a handler, so its request sends a
+        """Returns the requests to copy. A model that does not generate tokens is a handler; the request to it sends a
         file.
         """
         curl, chat = "curl -N", f"{_command()} chat --url {self.url} --model {shlex.quote(name)}"
@@ -96,8 +98,8 @@ class Announcement:
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
-    """Returns a TLS context that trusts only the server's own certificate, but for any host, because the server is
-    reached by its address.
+    """Returns a context that trusts only the server's own certificate, for any host name, because the server is reached
+    by its address.
     """
     context = tls_context(Path(certificate).read_bytes())
     context.check_hostname = False
@@ -105,7 +107,7 @@ def _trusting(certificate: str) -> ssl.SSLContext:
 
 
 def _command() -> str:
-    """Returns the command as the user can type it: with its path if the command is not on PATH."""
+    """Returns the command as the user can type it; if this environment has the command, with its path."""
     command = Path(sys.executable).with_name("mlserver-torch-stream")
     near = command.is_relative_to(Path.cwd())
     return str(command.relative_to(Path.cwd()) if near else command) if command.exists() else command.name
@@ -131,7 +133,7 @@ _OF_ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # "all addresses" -> an address
 
 
 class PortTaken(Exception):
-    """A chosen port is used by another process, or by another endpoint of this server."""
+    """A requested port is used by another process, or by another endpoint of this server."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,14 +186,14 @@ def is_repository(folder: Path) -> bool:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises SettingsError, which names the file, if settings.json is wrong."""
+    """Raises SettingsError if settings.json is wrong; the message names the file."""
     from mlserver_torch_stream.server.server_settings import check_server_settings
 
     check_server_settings(folder)
 
 
 def _check_embedded(model: str | None) -> None:
-    """Raises LoadFailed, which says how to install the embedded model, if it is not installed."""
+    """Raises LoadFailed if the embedded model is not installed; the message says how to install it."""
     if model is not None and model.startswith(EMBEDDED_SCHEME):
         from mlserver_torch_stream.engine.loading.embedded import find_embedded
 
@@ -201,8 +203,8 @@ def _check_embedded(model: str | None) -> None:
 def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
     """Returns the port of each role, from the options or from the server's settings; None if neither sets it.
 
-    Options are passed to MLServer as variables, and settings.json has precedence over variables. Raises PortTaken if an
-    option contradicts this file.
+    The file settings.json overrides environment variables, and options become variables. Therefore PortTaken is raised
+    if an option contradicts the file.
     """
     in_file = _settings(folder)
     asked: dict[str, int | None] = {}
@@ -217,8 +219,7 @@ def asked_ports(options: Mapping[str, int | None], folder: Path, environ: Mappin
 
 
 def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the port of each role: the port in ``asked`` if there is one, otherwise the usual port if it is free,
-    otherwise any free port.
+    """Returns the port of each role: the port in ``asked``, else the usual port if it is free, else any free port.
 
     Raises PortTaken if a port in ``asked`` is taken.
     """
@@ -238,7 +239,7 @@ def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
 def prepare_repository(
     model: str, name: str | None, folder: Path, scratch: Path, environ: MutableMapping[str, str]
 ) -> str:
-    """Prepares a repository that serves only ``model``, and returns the repository's path.
+    """Prepares a repository that serves only ``model``, and returns its path.
 
     The repository in ``scratch`` contains only the server settings of ``folder``; MLServer reads the model's settings
     from ``environ``.
@@ -253,7 +254,7 @@ def prepare_repository(
 
 
 def _host(folder: Path) -> str:
-    """Returns the host on which MLServer will listen; settings.json has precedence over the variable."""
+    """Returns the host on which MLServer will listen; settings.json overrides the variable."""
     return str(_settings(folder).get("host") or os.environ.get("MLSERVER_HOST") or "0.0.0.0")
 
 

@@ -74,7 +74,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, str]
 
 
 def config_file(arguments: argparse.Namespace) -> Path | None:
-    """Returns the configuration file that the variable or the command line names, or the one in the working directory.
+    """Returns the configuration file that the variable or the command line names, else the file in the usual place.
 
     Returns None if there is no such file. Raises SettingsError if a named file does not exist.
     """
@@ -90,8 +90,8 @@ def config_file(arguments: argparse.Namespace) -> Path | None:
 def write_models(stored: Sequence[StoredModel], config: ServerConfig, folder: Path) -> list[str]:
     """Writes a model-settings.json for each archive, and returns lines to show to the user.
 
-    An archive that is missing, cannot be read, or repeats a name and version becomes a model whose load fails, so that
-    the reason is in the server's log. Raises SettingsError for a wrong configuration.
+    If an archive is missing, cannot be read, or has the same name and version as another, it becomes a model whose load
+    fails, so that the reason is in the server's log. Raises SettingsError for a wrong configuration.
     """
     from mlserver_torch_stream.handlers.config.archive import model_settings, read_named
     from mlserver_torch_stream.server.lifecycle.unreadable_model import unreadable_settings

@@ -1,7 +1,7 @@
 """Checks the arguments of a client: the server's URL, the headers and the key of its requests, its timeout, its
 authorities.
 
-Everything that is wrong is a ValueError, which never quotes a header's value or the key.
+A wrong argument raises ValueError, whose message never quotes a header's value or the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_TIMEOUT_S = 1e9
 
 
 def is_grpc(url: str, api: Api) -> bool:
-    """Whether the URL means gRPC; else it means HTTP."""
+    """Whether the URL's scheme means gRPC, not HTTP."""
     if api not in get_args(Api):
         raise ValueError(f"api: must be v2, got {api!r}; for OpenAI's API use the openai package")
     parts = _parts(url)
@@ -57,12 +57,12 @@ def grpc_target(url: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """Returns the URL as it may be shown."""
+    """Returns the URL without the user name and password, so that it can be shown."""
     return re.sub(r"//[^/]*@", "//", url)
 
 
 def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, grpc: bool) -> dict[str, str]:
-    """Returns the headers, and the one that carries the key."""
+    """Returns the headers, with one more that carries the key."""
     if api_key is not None:
         if not _KEY.fullmatch(api_key):
             raise ValueError("api_key: is empty, or has characters that a header cannot carry")
@@ -79,15 +79,16 @@ def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, g
 
 
 def checked_timeout(seconds: float) -> float:
-    """Returns the timeout in seconds. Raises ValueError if it is not above 0 or too long."""
+    """Returns the timeout in seconds. Raises ValueError if the timeout is not above 0, or too long."""
     if not 0 < seconds <= _LONGEST_TIMEOUT_S:
         raise ValueError(f"timeout: must be above 0 and at most {_LONGEST_TIMEOUT_S:.0f} seconds, got {seconds}")
     return seconds
 
 
 def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes | None:
-    """Returns the certificates of a PEM file, the only ones that the client trusts; None means the certificates of its
-    library."""
+    """Returns the certificates in a PEM file, which are then the only ones that the client trusts; None means the
+    default certificates.
+    """
     if ca_file is None:
         return None
     if urlsplit(url).scheme not in _TLS:
@@ -101,7 +102,7 @@ def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes 
 
 
 def tls_context(authorities: bytes) -> ssl.SSLContext:
-    """Trusts these certificates alone: authorities, or servers' own."""
+    """Returns a context that trusts only these certificates, of authorities or of servers."""
     context = ssl.create_default_context(cadata=authorities.decode("ascii"))
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

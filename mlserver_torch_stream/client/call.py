@@ -1,4 +1,4 @@
-"""A call of the client: its arguments, the deltas that it yields, how it ends, and the ways in which it fails."""
+"""Defines a call of the client: its arguments, the deltas that it yields, how it ends, and its errors."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event adds to sequence ``index``. Sequences are numbered prompt by prompt.
+    """What one event adds to the sequence with this ``index``. Sequences are numbered prompt by prompt.
 
-    A sequence's last delta has its finish reason and its counts. The last delta of the request is ``final``, and has
-    the usage if the server sends it.
+    A sequence's last delta has the finish reason and the token counts. The last delta of the request is ``final``, and
+    has the usage if the server sends it.
     """
 
     text: str = ""
@@ -104,7 +104,7 @@ class GenerationError(ClientError):
 
 
 class StreamBroken(ClientError):
-    """The stream ended, or fell silent, before its final event, or it cannot be read."""
+    """The stream cannot be read, or it ended or timed out before its final event."""
 
 
 # What the reader of an answer raises if the answer does not follow the protocol.

@@ -1,4 +1,4 @@
-"""The client: one class that blocks and one for asyncio, over the transport that the URL names.
+"""The client: a blocking class and one for asyncio. The URL's scheme selects HTTP or gRPC.
 
 Knows which transport a URL means.
 """
@@ -30,7 +30,7 @@ class Transport(Protocol):
         """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError."""
 
     def models(self) -> list[str]:
-        """Returns the names of the models that the server has ready. Raises ClientError."""
+        """Returns the names of the models that are ready on the server. Raises ClientError."""
 
     def close(self) -> None:
         """Closes the connections."""
@@ -84,7 +84,7 @@ class Client:
         return self._transport.stream(generation_call(model, prompt, messages, parameters))
 
     def models(self) -> list[str]:
-        """Returns the names of the models that the server has ready. Raises ClientError."""
+        """Returns the names of the models that are ready on the server. Raises ClientError."""
         return self._transport.models()
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class AsyncClient:
         return self._transport.stream(generation_call(model, prompt, messages, parameters))
 
     async def models(self) -> list[str]:
-        """Returns the names of the models that the server has ready. Raises ClientError."""
+        """Returns the names of the models that are ready on the server. Raises ClientError."""
         return await self._transport.models()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """Carries calls in the V2 protocol over gRPC, synchronously and for asyncio.
 
 The messages have MLServer's field numbers and types and are built without MLServer, whose import loads a whole server.
-Nested messages and maps are declared flat, which gives the same bytes.
+Nested message types and maps are declared at the top level, which does not change the bytes.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def request_message(call: GenerationCall) -> Any:
 
 
 def _set(parameter: Any, value: Any) -> None:
-    """Sets a parameter. Over gRPC, V2 has booleans, integers and strings; everything else is sent as JSON in a
-    string.
+    """Sets a parameter. In V2 over gRPC, a parameter is a boolean, an integer or a string; other values are sent as
+    JSON in a string.
     """
     if isinstance(value, bool):
         parameter.bool_param = value
@@ -163,12 +163,12 @@ def ready_models_request() -> Any:
 
 
 def model_names(response: Any) -> list[str]:
-    """Returns the names in a response of ``RepositoryIndex``, sorted, each once."""
+    """Returns the names in a response of ``RepositoryIndex``, sorted and without duplicates."""
     return sorted({model.name for model in response.models})
 
 
 def call_error(url: str, error: Any, started: bool) -> ClientError:
-    """Returns the error of a failed call. ``started`` means that its first message has arrived."""
+    """Returns the error of a failed call. ``started`` means that the first message of the response has arrived."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
         return ConnectionFailed(f"no server at {url}: {details}")
@@ -215,7 +215,9 @@ class GrpcTransport:
 
 
 class AsyncGrpcTransport:
-    """The same for asyncio. The channel is opened at the first call, in the loop that it belongs to."""
+    """The same for asyncio. The channel is opened at the first call, because it belongs to the event loop that is
+    running then.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
@@ -258,8 +260,9 @@ class AsyncGrpcTransport:
 
 
 async def _result(pending: Awaitable[Any], seconds: float | None) -> Any:
-    """Returns the result of a call. Raises TimeoutError, or StreamBroken if the client was closed: gRPC cancels the
-    calls of a closed channel, which must not count as a cancellation of the waiting task."""
+    """Returns the result of a call. Raises TimeoutError. Raises StreamBroken if the client was closed: gRPC then
+    cancels the call, but the waiting task must not appear cancelled.
+    """
     reading = asyncio.ensure_future(pending)
     try:
         done, _ = await asyncio.wait([reading], timeout=seconds)
@@ -283,7 +286,7 @@ class SilenceWatch:
     """Cancels a call whose next message does not arrive in time. A thread watches, because a blocking read has no
     timeout.
 
-    The time that the reader of the stream takes for a message does not count.
+    The time that the caller spends on a message does not count.
     """
 
     def __init__(self, rpc: Any, seconds: float) -> None:

@@ -46,7 +46,8 @@ class EventParser:
 
     def feed(self, chunk: bytes) -> Iterator[str]:
         """Yields the events that are complete; the iterator must be read to its end. Raises ValueError at a line that
-        is not UTF-8 and at an event of more than ``most_bytes``, after the events before it."""
+        is not UTF-8 or an event of more than ``most_bytes`` bytes, once the events before it have been yielded.
+        """
         *ended, rest = _LINE_END.split(self._half_end + chunk)
         self._half_end = b"\r" if rest.endswith(b"\r") else b""
         for piece in ended:
@@ -221,7 +222,7 @@ def _refusal(response: httpx.Response, body: bytes) -> RequestRefused:
 
 
 def error_message(error: Any) -> str:
-    """Returns the message of an error object, in V2's form or in OpenAI's."""
+    """Returns the message of an error object in the format of V2 or of OpenAI's API."""
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 

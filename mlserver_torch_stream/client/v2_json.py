@@ -1,4 +1,4 @@
-"""The V2 protocol as the client speaks it: a call as input tensor and parameters, replies as deltas."""
+"""Translates a call of the client into the tensors and parameters of a V2 request, and V2 replies into deltas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS_BODY = {"ready": True}
 
 
 def input_tensors(call: GenerationCall) -> dict[str, list[str]]:
-    """Returns the elements of the BYTES tensors that hold the prompt and the tools, by name."""
+    """Returns, by name, the elements of the BYTES tensors for the prompt and the tools."""
     if call.messages is None:
         tensors = {"text_input": list(call.prompts)}
     else:
@@ -67,9 +67,7 @@ def _logprob(entry: TokenLogprob) -> Logprob:
 
 
 def http_request(call: GenerationCall, stream: bool = True) -> tuple[str, dict[str, Any]]:
-    """Returns the path and the body of a call over HTTP. ``stream`` false means that the request asks for one whole
-    reply.
-    """
+    """Returns the path and the body of a call over HTTP. If not ``stream``, the request asks for one whole reply."""
     tensors = [
         {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": texts}
         for name, texts in input_tensors(call).items()

@@ -177,7 +177,7 @@ class AnswerTooLarge(Exception):
 
 
 class PieceCollector:
-    """Collects the pieces of one answer; the number of pieces and of their bytes is limited."""
+    """Collects the pieces of one answer. Their number and their total size are limited."""
 
     def __init__(self) -> None:
         self.found: list[tuple[bytes, str]] = []
@@ -193,7 +193,7 @@ class PieceCollector:
         self.found.append((value, content_type))
 
     async def read(self, content: aiohttp.StreamReader, content_type: str) -> None:
-        """Adds each chunk of a response body, or the whole body if it has no chunks. Raises AnswerTooLarge."""
+        """Adds each chunk of a body. A body that is not chunked is one piece. Raises AnswerTooLarge."""
         piece = bytearray()
         async for data, ends in content.iter_chunks():
             piece += data
@@ -232,7 +232,7 @@ def _prediction_body(value: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _prediction(value: bytes, content_type: str) -> Any:
-    """Returns a JSON value unchanged, text as a string, and other bytes as ``{"base64": …}``.
+    """Returns parsed JSON, text as a string, or other bytes as ``{"base64": …}``.
 
     Handlers seldom name a content type, so an answer without one counts as JSON if it can be parsed.
     """

@@ -1,7 +1,6 @@
-"""Divides tar and zip archives into members while their bytes arrive, in pieces of limited size. Also reads zstd
-streams.
+"""Divides tar and zip archives into members as their bytes arrive, in pieces of bounded size, and decompresses streams.
 
-Nothing is unpacked to disk. Each member yields an event with its name, then its bytes, then an event at its end.
+Nothing is unpacked to disk. For each member there is an event with its name, then its bytes, then an event for its end.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class MemberBegin:
-    """Begins a member. ``trouble`` says why the member's bytes are not read; it is empty if they are read."""
+    """Begins a member. ``trouble`` says why the member's bytes are not read; empty if they are read."""
 
     index: int
     name: str
@@ -48,7 +47,7 @@ class Decompressor(Protocol):
     """Decompresses a stream. ``feed`` and ``end`` raise Damaged."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Accepts the next compressed bytes, and yields decompressed bytes in pieces."""
+        """Decompresses the next bytes, and yields the result in pieces."""
 
     def end(self) -> None:
         """Checks that the compressed stream is complete."""
@@ -66,9 +65,7 @@ class Plain:
 
 
 class SlicedGunzip(Gunzip):
-    """Passes a large block to zlib in slices, because for each piece of output zlib copies the part of its input that
-    it has not yet read.
-    """
+    """Passes a large block to zlib in slices, because for each piece zlib copies all input that it has not read yet."""
 
     def __init__(self) -> None:
         super().__init__(padded=True)
@@ -122,7 +119,7 @@ def decompressor(compression: str | None) -> Decompressor:
 
 
 class Tar:
-    """Reads the members of a tar archive in the POSIX (pax), GNU or older formats.
+    """Reads the members of a tar archive in the POSIX (pax), GNU or an older format.
 
     Folders are skipped. A link, a device or a sparse file becomes a member with ``trouble``.
     """
@@ -139,7 +136,7 @@ class Tar:
         self.over = False
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
+        """Reads the next bytes of the archive, and yields the events that they contain. Raises Damaged."""
         at = 0
         while at < len(data) and not self.over:
             if self._left:
@@ -239,7 +236,7 @@ class DirectoryLonger(Exception):
 
 
 class _Tail(io.RawIOBase):
-    """A file of the size of an object, of which only the last bytes are known."""
+    """A file object that has the size of an object in the store but only its last bytes."""
 
     def __init__(self, tail: bytes, size: int) -> None:
         self._tail, self._begin, self._size, self._at = tail, size - len(tail), size, 0
@@ -297,7 +294,7 @@ class Zip:
         return self._content is None and self._number + 1 >= len(self._members)
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Takes the next bytes of the archive, and yields the events in them. Raises Damaged."""
+        """Reads the next bytes of the archive, and yields the events that they contain. Raises Damaged."""
         for start in range(0, len(data), _SLICE):
             rest = data[start : start + _SLICE]
             while rest and not self.over:
@@ -343,7 +340,7 @@ class Zip:
 
 
 def _lengths(local: bytearray) -> int:
-    """Returns the bytes of the name and the extra fields after a local header."""
+    """Returns how many bytes the name and the extra fields after a local header have."""
     return int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
 
 

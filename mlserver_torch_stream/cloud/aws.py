@@ -1,4 +1,4 @@
-"""Calls AWS services through boto3 in threads, and lists all keys of an S3 bucket.
+"""Calls AWS services with boto3 in threads, and lists all keys of an S3 bucket.
 
 The object-store library cannot represent some keys, and stops listing at such a key.
 """
@@ -59,7 +59,7 @@ class AwsClient:
 
     @property
     def has_credentials(self) -> bool:
-        """Returns True if boto3 finds credentials. Blocks while it asks for the machine's role."""
+        """Returns True if boto3 finds credentials. Blocks while boto3 asks for the machine's role."""
         try:
             return self._session.get_credentials() is not None
         except BotoCoreError:
@@ -68,7 +68,7 @@ class AwsClient:
     async def call(self, method: str, **arguments: Any) -> Any:
         """Calls a method of the service in a thread, and returns the response. Raises CloudError.
 
-        If the caller is cancelled, the call continues in its thread and its response is dropped.
+        If the caller is cancelled, the call continues in its thread, and its response is dropped.
         """
         try:
             return await in_thread(lambda: getattr(self._client, method)(**arguments))
@@ -109,8 +109,8 @@ class S3Listing:
     def find(cls, url: str, options: Mapping[str, str], stall_s: float) -> S3Listing | None:
         """Returns the listing of a URL; None if the URL is not one of S3.
 
-        Also returns None if the credentials or the address are in neither ``options`` nor the environment, for example
-        because the credentials come from the machine's role.
+        Also returns None if the credentials or the address are neither in ``options`` nor in the environment, for
+        example because they come from the machine's role.
         """
         given = {f"AWS_{name.upper().removeprefix('AWS_')}": value for name, value in options.items()}
         environ = {**os.environ, **given}
@@ -135,7 +135,7 @@ class S3Listing:
 
         Raises CloudError.
 
-        Keys up to ``after`` are left out.
+        Keys up to and including ``after`` are left out.
         """
         signed = self.credentials is not None
         known = self.credentials or {"region_name": _DEFAULT_REGION}

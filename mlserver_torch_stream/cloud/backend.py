@@ -1,7 +1,6 @@
 """Lets a server infer rows over HTTP: prompts by the V2 protocol or OpenAI's API, objects as predictions or tensors.
 
-A server of this project also accepts whole batches. If the server refuses a row, the row fails with the server's
-reason.
+A server of this project also accepts whole batches. A row that the server refuses fails with the server's reason.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ async def opened(model: Infer | ServerEndpoint | str) -> AsyncIterator[Infer]:
 
 
 class GenerationBackend(RowBackend):
-    """Requests a generation for each row, streamed or as a whole."""
+    """Sends a generation request for each row, and reads a streamed or a whole answer."""
 
     async def _one(self, row: Row) -> Outcome:
         try:
@@ -259,9 +258,7 @@ class BatchBackend(Backend):
         return [outcomes[index] for index in range(len(rows))]
 
     async def retry_busy(self, frames: dict[int, bytes], outcomes: dict[int, Outcome]) -> None:
-        """Moves each row from ``frames`` into ``outcomes`` once it is answered. Rows that the busy model refuses are
-        sent again.
-        """
+        """Moves each row from ``frames`` to ``outcomes``. Rows that the model cannot accept yet are sent again."""
 
         async def attempt() -> None:
             began = time.monotonic()
@@ -281,7 +278,7 @@ class BatchBackend(Backend):
             await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def _in_sequence(self, row: Row) -> Outcome:
-        """Returns the outcome of a chunk. A chunk is sent again only if no worker has received it. Raises
+        """Returns the outcome of a chunk. The chunk is sent again only if no worker has received it. Raises
         SequenceLost.
         """
         frame = self._frame(row)
@@ -305,7 +302,7 @@ class BatchBackend(Backend):
         return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
     async def tokens(self, row: Row) -> int:
-        """Returns the number of tokens of the row's prompt, or of its bytes if the row has no valid request."""
+        """Returns the number of tokens of the row's prompt; if the row has no valid request, its number of bytes."""
         try:
             frame = self._frame(row, counted=True)
         except (RowUnsuitable, RequestError, ValueError, RecursionError):
@@ -319,7 +316,9 @@ class BatchBackend(Backend):
         return described["batchSize"], max(1, described["minWorkers"], described["maxWorkers"])
 
     async def most_sequences(self) -> int:
-        """Returns how many sequences a handler can have open at a time. Raises RunRefused if it keeps no state."""
+        """Returns how many sequences a handler can have open at a time. Raises RunRefused if the handler keeps no
+        state.
+        """
         described = await self._describe()
         if not described["stateful"]:
             raise RunRefused("--sequences: the handler keeps no state; set sequenceBatching in its model-config.yaml")
@@ -409,7 +408,7 @@ class BatchBackend(Backend):
 
 
 async def _all_of(queue: asyncio.Queue[bytes]) -> AsyncIterator[bytes]:
-    """Yields the contents of the queue forever. All entries that are waiting are joined and yielded as one."""
+    """Yields the contents of the queue forever. Entries that are in the queue at the same time are yielded as one."""
     while True:
         parts = [await queue.get()]
         while not queue.empty():
@@ -437,7 +436,7 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
 
 
 def _unsent(error: Exception) -> Outcome:
-    """Returns the outcome of a row that cannot be sent as JSON, because of a lone surrogate, NaN or too deep
+    """Returns the outcome of a row that cannot be sent, for example because of a lone surrogate, NaN or too deep
     nesting.
     """
     if isinstance(error, RequestError):

@@ -28,7 +28,7 @@ class Retry:
     """Retries a call, up to ``tries`` attempts in all. The n-th pause lasts ``first * 2**n`` seconds, but at most
     ``longest`` seconds.
 
-    Jitter shortens each pause by up to half.
+    Jitter shortens a pause by up to half.
     """
 
     tries: int = 6
@@ -72,8 +72,8 @@ async def within(call: Awaitable[T], seconds: float, lost: Callable[[T], object]
     """Awaits ``call`` for at most ``seconds``.
 
     asyncio.wait_for is not used, because before Python 3.12 it swallows a cancellation that arrives together with the
-    answer; a run would then continue after a signal. If the call has a result but the caller is cancelled or the time
-    is over, ``lost`` is called with this result.
+    result, so that a run continued after a signal. If the caller is cancelled or the time is over, but the call still
+    returns a result, ``lost`` is called with it.
     """
     future = asyncio.ensure_future(call)
     try:
@@ -95,7 +95,7 @@ def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
 class Concurrency:
     """Limits the requests in flight by additive increase and multiplicative decrease, between 1 and ``most``.
 
-    If a request is refused that started before the last decrease, the limit is not decreased again.
+    If a request is refused that started before the last decrease, the limit does not decrease again.
     """
 
     def __init__(self, most: int, start: int = 4) -> None:
@@ -115,7 +115,9 @@ class Concurrency:
         return self._cuts
 
     def answered(self) -> None:
-        """Raises the limit by 1 / limit, that is, by about one for each full set of answered requests."""
+        """Increases the limit by 1 / limit, that is, by about one each time as many requests are answered as may be in
+        flight.
+        """
         self._limit = min(float(self.most), self._limit + 1 / self._limit)
 
     def refused(self, started: int) -> None:

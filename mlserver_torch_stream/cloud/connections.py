@@ -1,4 +1,4 @@
-"""The HTTP connections of runs and watchers: how aiohttp opens their sockets, and when it closes them."""
+"""The HTTP connections of runs and watchers: opens aiohttp's sockets, and waits until they are closed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CLOSING_S = 0.05  # aiohttp does not wait until its transports have closed thei
 
 
 class _Socket(socket.socket):
-    """A socket that closes no descriptor when it is collected.
+    """A socket that does not close its descriptor when it is garbage-collected.
 
-    If a connection is cancelled before it is made, uvloop closes the descriptor but leaves the socket object open. When
-    the object is collected, it would close whatever file has the same number by then.
+    If a connection is cancelled before it is established, uvloop closes its descriptor but leaves the socket object
+    open. When the object is collected, it would close whatever file has this number by then.
     """
 
     def __del__(self) -> None:

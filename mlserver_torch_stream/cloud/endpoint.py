@@ -47,15 +47,14 @@ _WARNED_BYTES = 2**20  # aiohttp warns of larger bodies that it gets as bytes
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """A model on a server, and how rows are sent to this model. If ``model`` is None, it is the only model of the
-    server.
+    """A model of a server, and how rows are sent to it. If ``model`` is None, it is the server's only model.
 
-    ``rows`` says how prompts become requests. ``objects`` says how whole objects and chunks become requests; it needs
-    the ``api`` "torchserve", or ``tensor``, which is the name of a BYTES tensor. With ``batches`` each batch of the run
-    is one request, which only servers of this project accept. At most ``concurrency`` requests are in flight.
-    ``timeout`` is the longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do
-    not name it, and in all answers to ``batches``. ``ended`` returns why the server will never answer again, or None as
-    long as it may.
+    ``rows`` says how prompts become requests. ``objects`` says how whole objects and chunks become requests, if ``api``
+    is "torchserve" or if ``tensor``, the name of a BYTES tensor, is set. With ``batches`` each batch of the run is one
+    request, which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is
+    the longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it,
+    and in all answers to ``batches``. ``ended`` returns why the server will never answer again, or None as long as it
+    may.
     """
 
     url: str
@@ -75,8 +74,8 @@ class ServerEndpoint:
 
 
 class RowFailed(CloudError, retriable=True):
-    """The server failed to infer this row. The row is sent again; if the last attempt fails too, its failure is that of
-    the row.
+    """The server failed at this row. The row is sent again; if the last attempt fails too, the row fails with its
+    error.
     """
 
     def __init__(self, message: str, status: int, error: Mapping[str, Any] | None = None) -> None:
@@ -85,7 +84,7 @@ class RowFailed(CloudError, retriable=True):
 
 
 class RowRejected(CloudError):
-    """The server refuses this row and would refuse it at every attempt."""
+    """The server refuses this row, and would refuse it again if it were sent again."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -93,7 +92,7 @@ class RowRejected(CloudError):
 
 
 class ServerUnready(StoreUnavailable, code=StoreUnavailable.code, retriable=True):
-    """The server accepts no connection or asks for a later attempt, and the content of the row is not the reason."""
+    """The server accepts no connection, or asks for a later attempt. This does not depend on the row."""
 
 
 class ServerEnded(StoreUnavailable, code=StoreUnavailable.code):
@@ -147,7 +146,9 @@ class Backend(ABC):
     async def _answered(
         self, started: int, path: str, content: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yields the response to a POST. Raises CloudError if the response is a refusal or breaks off."""
+        """Yields the response to a POST. Raises CloudError if the server refuses the request or the response breaks
+        off.
+        """
         async with self._posted(path, content, headers) as response:
             if response.status != 200:
                 if response.status in _SLOWER:
@@ -166,13 +167,13 @@ class Backend(ABC):
         return lasting_refusal(text, status, missing=status == 404, error=error)
 
     def _without_key(self, text: str) -> str:
-        """Removes the key from a text, because a server may repeat the key in its error."""
+        """Removes the key from a text, because a server may repeat the key in an error."""
         key = self.endpoint.key or ""
         return text.replace(key, "***") if len(key) >= _SHORTEST_SECRET else text
 
 
 class RowBackend(Backend):
-    """Sends each row in a request of its own.
+    """Sends each row in a separate request.
 
     If the connection breaks at every attempt to send a row while the server answers other rows, only this row fails.
     """
@@ -182,9 +183,7 @@ class RowBackend(Backend):
         self._answers = 0
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Infers all rows concurrently. If a row raises an exception, the other rows are cancelled and the exception is
-        raised.
-        """
+        """Infers all rows concurrently. If a row raises, the other rows are cancelled, and its exception is raised."""
         tasks = [asyncio.ensure_future(self._one(row)) for row in rows]
         try:
             return list(await asyncio.gather(*tasks))
@@ -198,11 +197,10 @@ class RowBackend(Backend):
         """Infers a row."""
 
     async def _tried(self, once: Callable[[bool], Awaitable[Outcome]]) -> Outcome:
-        """Returns the outcome of a row. ``once`` sends the row, and is called again after a failure that may be
-        temporary.
+        """Returns the outcome of a row. ``once`` sends the row, and is called again after a temporary failure.
 
-        At the row's last attempt, ``once`` is called with True and sends the row while no other row is in flight,
-        because another row in the same batch of the server may have caused the earlier failures.
+        At the last try ``once`` is called with True, and sends the row while no other row is in flight, because another
+        row in the same batch of the server may have caused the earlier failures.
         """
         failures = breaks = 0
         before: int | None = None  # all answers before the second break; some may have come after the first
@@ -249,7 +247,7 @@ def _session(key: str | None, timeout: float | None, concurrency: int) -> aiohtt
 def lasting_refusal(
     text: str, status: int, *, missing: bool, error: Mapping[str, Any] | None = None
 ) -> AccessDenied | ObjectMissing | RowFailed | RowRejected:
-    """Returns the error for a refusal that a later request would get again. ``missing`` means that the server has no
+    """Returns the error for a refusal that would be the same at a later try. ``missing`` means that the server has no
     such model.
     """
     if status in (401, 403):
@@ -267,7 +265,7 @@ def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] |
 
 
 def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
-    """Returns the message of a refusal, and its error object if the refusal has OpenAI's format."""
+    """Returns the message of a refusal, and its error object if it has OpenAI's format."""
     try:
         error = parse(body)["error"]
         return error_message(error), error if isinstance(error, dict) else None
@@ -276,7 +274,7 @@ def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:
 
 
 async def only_model(url: str, api: Api, key: str | None) -> str:
-    """Returns the name of the server's only model. Raises RunRefused if the server has no model or several models."""
+    """Returns the name of the server's only model. Raises RunRefused if the server has no model or several."""
     method, path, body = (
         ("GET", "/v1/models", None) if api == "openai" else ("POST", "/v2/repository/index", b'{"ready": true}')
     )

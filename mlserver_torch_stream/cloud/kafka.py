@@ -1,8 +1,8 @@
-"""Infers the records of a Kafka topic. Each part is named after its first offset; its offsets are committed once it is
-durable.
+"""Infers the records of a Kafka topic. Each part is named after its first offset, and its offsets are committed once it
+is durable.
 
-No other module imports the Kafka client. If a part for the next offset of a partition already exists, a consumer died
-after writing it and before the commit; the records of this part are skipped, not inferred again.
+No other module imports the Kafka client. If a part for the next offset of a partition already exists, a consumer wrote
+it and died before the commit. The part's records are then skipped instead of inferred again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Topic:
     done: int = 0
 
     async def consume(self, most: int | None = None) -> None:
-        """Runs until ``most`` records are durable and committed, or forever if ``most`` is None. Raises CloudError."""
+        """Runs until ``most`` records are durable and committed; None means forever. Raises CloudError."""
         config = {"topic": self.topic, "model": dict(self.model)}
         created = int(time.time()) if self.created is None else self.created
         self._run = await claim(self.output, config, created, self.retry)
@@ -90,8 +90,8 @@ class Topic:
                 await producer.stop()
 
     async def _collect(self, consumer: Any, most: int | None) -> dict[Any, list[Any]]:
-        """Collects records until a part is full or until ``part_wait`` seconds after the first record, and returns them
-        by partition.
+        """Collects records, by partition, until a part is full or ``part_wait`` seconds have passed since the first
+        record.
         """
         room = self.part_rows if most is None else min(self.part_rows, most - self.done)
         found: dict[Any, list[Any]] = {}
@@ -127,9 +127,7 @@ class Topic:
             records = [record for record in records if record.offset > last]
 
     async def _up_to(self, consumer: Any, partition: Any, records: Sequence[Any], last: int) -> Sequence[Any]:
-        """Returns all records of a part that already exists; another consumer may have put more than these ``records``
-        into the part.
-        """
+        """Returns all records of an existing part, which another consumer may have written with more records."""
         records = list(records)
         while records[-1].offset < last and partition in consumer.assignment():
             missing = last - records[-1].offset
@@ -148,7 +146,9 @@ class Topic:
             return b"".join([result.encode(self._run) async for result in found])
 
     async def _send_failed(self, producer: Any, records: Sequence[Any], failed: set[int]) -> None:
-        """Sends failed records unchanged to the dead-letter topic, at least once: before their offset is committed."""
+        """Sends failed records unchanged to the dead-letter topic. This happens before their offset is committed, so
+        they arrive at least once.
+        """
         for record in records:
             if record.offset in failed:
                 origin = f"{record.topic}/{record.partition}/{record.offset}".encode()

@@ -1,7 +1,8 @@
-"""Keeps two objects beside the parts of an output: the manifest, and the lease of the command that writes these parts.
+"""Manages two objects that are stored with the parts: the manifest, and the lease of the only command that writes
+parts.
 
-No part is written twice even without the lease. The lease prevents a second command from inferring rows whose results
-it could not write.
+Even without the lease, no part would be written twice. The lease prevents a second command from inferring rows whose
+results it could not write.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _NAME = re.compile(r"lease(?:-(\d+)-of-(\d+))?\.json")
 
 
 class WriterLease:
-    """A context manager that keeps the lease of an output until its block ends.
+    """Holds the lease of an output during an ``async with`` block.
 
-    A dead writer on this machine is noticed at once, because its process no longer exists. A writer on another machine
-    is considered dead after ``silence`` seconds without a renewal, or if the clocks of the machines differ by more than
-    ``silence`` seconds.
+    A dead writer on this machine is noticed at once, because its process is gone. A writer on another machine is
+    considered dead after ``silence`` seconds without a renewal, or if the clocks of the two machines differ by more
+    than that.
     """
 
     def __init__(
@@ -134,9 +135,10 @@ class WriterLease:
         return json.dumps({**holder, "ended": ended}).encode() + b"\n"
 
     def _shares_parts(self, name: str) -> bool:
-        """Returns True if a lease's lane shares parts with this one: a lane has the parts n with n % lanes == lane - 1.
+        """Returns True if a lease's lane shares parts with this one. A lane writes the parts n with n % lanes == lane -
+        1.
 
-        Two lanes share parts if the same n can meet both conditions.
+        Two lanes share parts if lane - 1 has the same remainder modulo the greatest common divisor of their ``lanes``.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -159,7 +161,7 @@ def _alive(holder: Mapping[str, Any], silence: float) -> bool:
 
 
 def _process() -> dict[str, Any]:
-    """Returns this process's pid, and the machine and process namespace in which it is valid. Linux only."""
+    """Returns this process's pid, and the machine and pid namespace in which the pid is valid. Linux only."""
     machine = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -176,7 +178,7 @@ def _started(pid: Any) -> int | None:
 
 
 def _read(data: bytes) -> dict[str, Any]:
-    """Reads a lease. Bytes that are not a valid lease count as a lease that has ended."""
+    """Reads a lease. Bytes that are not a valid lease are treated as a lease that has ended."""
     try:
         holder = json.loads(data)
     except ValueError:
@@ -190,8 +192,8 @@ _OWN = ("format", "run", "created")  # keys of a manifest that are not part of t
 
 
 async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> RunIdentity | None:
-    """Returns the identity of the run with this ``config`` if the output belongs to this run; None if the output
-    belongs to no run yet.
+    """Returns the identity of the run with this ``config`` if the output belongs to it; None if the output belongs to
+    no run yet.
 
     Raises RunRefused if the output belongs to another run.
     """
@@ -215,9 +217,7 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
 
 
 async def claim(output: Store, config: Mapping[str, Any], created: int, retry: Retry) -> RunIdentity:
-    """Claims the output for this run if the output belongs to no run yet. Raises RunRefused if it belongs to another
-    run.
-    """
+    """Claims the output for this run if it belongs to no run yet. Raises RunRefused if it belongs to another run."""
     run = identify(config, created)
     manifest = {"format": FORMAT, "run": run.id, "created": created, **config}
     text = json.dumps(manifest, indent=2, sort_keys=True).encode() + b"\n"

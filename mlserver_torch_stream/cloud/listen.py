@@ -1,7 +1,7 @@
 """Receives notifications of new objects over HTTP: webhooks of S3 and MinIO, messages of SNS, and CloudEvents.
 
-Each event is recorded as an object before the listener accepts the event; the record is deleted when all objects of the
-event are done. When a listener starts, it announces the recorded events first.
+An event is recorded as an object before it is accepted, and its record is deleted when all its objects are done. When a
+listener starts, it first announces the recorded events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lists the objects of a run: all objects below a URL, those that match a glob, those in a manifest, or a single
+"""Lists the objects of a run: all objects below a URL, those that match a glob, the entries of a manifest, or one
 object.
 
-The list is made once per run and stored with the output, so a resumed run reads the same versions as the first attempt.
+The list is made once and stored with the run's output, so that a resumed run reads the same versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEADS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class InputLocation:
-    """A store and, if the run reads a single object, the key of this object."""
+    """A store and, if the run reads a single object, the object's key."""
 
     store: Store
     only: str | None = None
@@ -36,8 +36,7 @@ async def open_input(
 ) -> InputLocation:
     """Opens the input of a run.
 
-    If the last part of the URL looks like a file name and this object exists, the input is the object; otherwise the
-    URL is a prefix.
+    If the last part of a URL looks like a file name, the URL names that object if it exists, else a prefix.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     web = url.startswith(("http://", "https://"))
@@ -60,9 +59,7 @@ async def open_input(
 
 
 async def list_objects(place: InputLocation, glob: str | None, manifest: bytes | None, retry: Retry) -> list[Listed]:
-    """Returns the objects in the order of their keys, or in the order of the manifest. Raises CloudError if listing
-    fails.
-    """
+    """Returns the objects, sorted by key or in the order of the manifest. Raises CloudError if listing fails."""
     if manifest is not None:
         return await heads(place.store, list(manifest_entries(manifest, _key_entry)), retry)
     if place.only is not None:
@@ -88,8 +85,8 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
     """Returns the objects, except those that only represent folders.
 
-    Web consoles create an empty object ``name/`` for a folder. The library lists this object as ``name``, and an actual
-    object ``name`` is listed too.
+    For a folder, web consoles create an empty object ``name/``. The library lists it as ``name``, even if there is also
+    an object ``name``.
     """
     empty = [each.info.key for each in found if each.info.key and not each.info.size and each.failure is None]
     now = {each.info.key: each for each in await heads(store, empty, retry)}
@@ -103,7 +100,7 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
 
 
 def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -> dict[str, str]:
-    """Returns the entries of a manifest. ``read`` turns a line and its number into a key and a value.
+    """Returns the entries of a manifest. ``read`` gets a line and its number, and returns a key and its value.
 
     Raises RunRefused, which names the line.
     """
@@ -139,7 +136,7 @@ def _key_entry(line: str, number: int) -> tuple[str, str]:
 
 
 async def heads(store: ReadableStore, keys: Sequence[str], retry: Retry) -> list[Listed]:
-    """Returns the current versions of these objects. A missing object is returned with the reason."""
+    """Returns the current versions of these objects. An object that is missing is in the list, with the reason."""
     gate = asyncio.Semaphore(_HEADS_AT_ONCE)
 
     async def head(key: str) -> Listed:

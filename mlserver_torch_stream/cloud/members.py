@@ -41,9 +41,7 @@ class ArchiveReader:
 
     @property
     def over(self) -> bool:
-        """True if the directory of a zip archive has no further member. A tar archive is read to the end of its
-        compressed stream.
-        """
+        """True if the directory of a zip archive lists no further member. A tar archive is always read to its end."""
         return isinstance(self._divider, Zip) and self._divider.over
 
     def feed(self, data: bytes) -> Iterator[Row]:
@@ -135,9 +133,7 @@ class ArchiveReader:
 
 
 class _WholeMember:
-    """Collects the bytes of a member that is a single row or a Parquet file. No bytes of a member that is too large are
-    kept.
-    """
+    """Collects a member that is one row or a Parquet file. If the member is too large, none of its bytes are kept."""
 
     def __init__(self, kind: Kind, most: int) -> None:
         self.kind = kind

@@ -1,7 +1,6 @@
-"""Determines the kind of an object from its key, matches globs, and computes the names of parts and the digest of a
-run.
+"""Finds the kind of an object by its key, matches globs, and makes the names of parts and the digest of a run.
 
-This module deals with keys and configurations only, not with stores.
+Works only on keys and configurations, and never accesses a store.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def part_name(number: int) -> str:
 
 
 def part_number(name: str) -> int | None:
-    """Returns the number of a part from its file name, or None if the name is not one of a part."""
+    """Returns the number of a part from its file name, or None if it is not the name of a part."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match and part_name(int(match[1])) == name else None
 
@@ -93,7 +92,7 @@ def done_name(lane: int, lanes: int) -> str:
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """Returns ``default`` if given, otherwise the kind that the key's ending names; an unknown ending means bytes."""
+    """Returns ``default`` unless it is None, else the kind for the key's ending. An unknown ending means bytes."""
     if default is not None:
         return default
     lower = key.lower()
@@ -105,9 +104,7 @@ def kind_of(key: str, default: Kind | None) -> Kind:
 
 
 def closed_format(key: str, kind: Kind) -> str | None:
-    """Returns the format that the key's ending names if objects in this format cannot be read as ``kind``, otherwise
-    None.
-    """
+    """Returns the format for the key's ending if objects of this format cannot be read as ``kind``; otherwise None."""
     lower = key.lower()
     form = next((name for name, ends in _CLOSED.items() if lower.endswith(ends)), None)
     return None if kind is Kind.PARQUET or (form == _COMPRESSED and compression_of(key, kind)) else form

@@ -23,7 +23,7 @@ class Created:
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """The objects of ``bucket`` below ``prefix`` whose keys, without the prefix, match ``pattern``."""
+    """The objects of ``bucket`` below ``prefix`` whose keys, relative to the prefix, match ``pattern``."""
 
     bucket: str
     prefix: str
@@ -36,7 +36,9 @@ class InputPlace:
         return cls(bucket, f"{prefix}/" if prefix else "", pattern)
 
     def keys(self, created: Sequence[Created]) -> list[str] | None:
-        """Returns the matching keys without the prefix, each only once; None if an object is outside this place."""
+        """Returns the matching keys, relative to the prefix and without duplicates; None if an object is outside this
+        place.
+        """
         if not all(self._holds(each) for each in created):
             return None
         keys = dict.fromkeys(each.key.removeprefix(self.prefix) for each in created)
@@ -50,7 +52,7 @@ class InputPlace:
 def read_notification(body: str) -> list[Created] | None:
     """Returns the new objects that a message of a queue names; None if it is not a notification of S3.
 
-    The notification may be wrapped in an SNS envelope; the envelope's signature is not verified.
+    The notification may be wrapped in a message of SNS, whose signature is not verified.
     """
     try:
         value = json.loads(body)
@@ -62,7 +64,7 @@ def read_notification(body: str) -> list[Created] | None:
 
 
 def read_s3(value: Any) -> list[Created] | None:
-    """Returns the new objects of an S3 notification. The list is empty for S3's test event and for other events of S3.
+    """Returns the new objects of a notification of S3; an empty list for S3's test event and for other events.
 
     Returns None if ``value`` is not an S3 notification.
 
@@ -90,7 +92,7 @@ def read_cloud_event(attributes: Mapping[str, Any], data: Any) -> list[Created] 
     """Returns the new objects of a CloudEvent of Google's or Azure's storage, or of one that carries S3's notification.
 
     Returns an empty list for other events of these storages, and None for any other event. Raises ValueError for a
-    version of CloudEvents other than 1.0.
+    version other than 1.0.
     """
     if attributes.get("specversion") != "1.0":
         raise ValueError("specversion: must be 1.0")

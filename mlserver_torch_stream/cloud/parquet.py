@@ -1,7 +1,6 @@
-"""Divides a Parquet file into rows: finds the byte ranges of the chosen columns of a row group, and decodes these
-bytes.
+"""Divides a Parquet file into rows: finds the bytes of the chosen columns of a row group, and decodes them.
 
-This module fetches nothing: the caller passes the bytes, and no other bytes of the file are needed.
+It does not fetch anything. Its caller passes the bytes, and the file's other bytes are never needed.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ class FooterLonger(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows ``first``, counted from 1, to ``first + count - 1``. ``ranges`` are the byte ranges of the chosen
-    columns."""
+    """The rows from ``first`` to ``first + count - 1``, counted from 1. ``ranges`` are the byte ranges of the chosen
+    columns.
+    """
 
     index: int
     first: int
@@ -45,7 +45,7 @@ class RowGroup:
 
 
 def parquet_library() -> Any:
-    """Returns pyarrow.parquet. Raises RunRefused, which names the extra, if it is not installed."""
+    """Returns pyarrow.parquet. Raises RunRefused if it is not installed; the message names the extra to install."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -56,9 +56,7 @@ def parquet_library() -> Any:
 
 
 class ParquetTable:
-    """A Parquet file of ``size`` bytes, known from its last bytes ``tail``. Raises TableBroken, FooterLonger,
-    RunRefused.
-    """
+    """Reads a file of ``size`` bytes, whose last bytes are ``tail``. Raises TableBroken, FooterLonger or RunRefused."""
 
     def __init__(self, tail: bytes, size: int, tables: Tables) -> None:
         self._library = parquet_library()
@@ -81,7 +79,7 @@ class ParquetTable:
         ]
 
     def groups(self) -> Iterator[RowGroup]:
-        """Yields the row groups. Raises TableBroken if a row group is too large."""
+        """Yields the row groups. Raises TableBroken at a row group that is too large."""
         first = 1
         for index in range(self._metadata.num_row_groups):
             self._check(index)
@@ -95,9 +93,8 @@ class ParquetTable:
             first += group.num_rows
 
     def _check(self, index: int) -> None:
-        """Raises TableBroken if the footer's description of a row group contradicts itself. pyarrow 26 raises an
-        exception if the row group is read first; if columns of this group are requested before, pyarrow ends the
-        process instead.
+        """Raises TableBroken if the footer contradicts itself in a row group. Reading the group makes pyarrow 26 raise
+        an error in this case. If the group's columns were requested first, pyarrow would end the process instead.
         """
 
         def read() -> None:
@@ -120,7 +117,7 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """Yields lists of ``wanted`` rows of a row group. ``parts`` contains the bytes of the group's ranges. Raises
+        """Yields the ``wanted`` rows of a group in lists. ``parts`` holds the bytes of the group's ranges. Raises
         TableBroken.
         """
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
@@ -155,7 +152,7 @@ def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callabl
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the ranges after merging those separated by only a small gap."""
+    """Merges ranges that are separated by at most ``_GAP_BYTES`` bytes."""
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and start <= merged[-1][1] + _GAP_BYTES:
@@ -185,11 +182,13 @@ def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
 
 
 class _Unknown(OSError):
-    """Bytes of a file are not known, because they are outside the row groups that the footer describes."""
+    """Some bytes of the file are not known, because they are outside the row groups that the footer describes."""
 
 
 class _Sparse(io.RawIOBase):
-    """A file of ``size`` bytes of which only ``parts`` are known; each part comes with its offset in the file."""
+    """A file of ``size`` bytes of which only ``parts`` are known. Each part is the offset of its first byte, and its
+    bytes.
+    """
 
     def __init__(self, parts: Sequence[tuple[int, bytes]], size: int) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""Divides objects into rows, which are JSON lines, whole objects or chunks, and joins the results of chunks again.
+"""Divides objects into rows: lines of JSON Lines, whole objects, or chunks. The results of chunks are joined again.
 
 A line that cannot be read becomes a row with a failure, never an exception.
 """
@@ -18,7 +18,8 @@ MAX_LINE_BYTES = 16 * 2**20
 
 
 class Lines:
-    """Splits chunks into (number, line) pairs, numbered from 1. A line of more than ``most`` bytes is replaced by None.
+    """Splits chunks of bytes into pairs of a line and its number, which begins at 1. For a line of more than ``most``
+    bytes, None is yielded instead of the line.
 
     ``number`` is the number of the last line.
     """
@@ -61,7 +62,7 @@ def blank(line: bytes | None) -> bool:
 
 
 def parse_row(index: int, key: str, number: int, line: bytes | None, fallback: str | None = None) -> Row:
-    """Reads ``{"custom_id", "body"}``, as in OpenAI's batches, or the body itself with an optional ``custom_id``.
+    """Reads ``{"custom_id", "body"}``, as in OpenAI's batches, or only the body, with an optional ``custom_id``.
 
     ``fallback`` is the ``custom_id`` of a line without one.
     """
@@ -127,7 +128,9 @@ class Chunking:
         return self.count(size) if self.each else 1
 
     def block(self, block: int) -> int:
-        """Returns how many bytes to fetch in one range: whole chunks, of about ``block`` bytes together."""
+        """Returns how many bytes to fetch in one range: the size of whole chunks that together have about ``block``
+        bytes.
+        """
         return block if self.chunk_bytes is None else self.chunk_bytes * max(1, block // self.chunk_bytes)
 
     def chunks(self, start: int, end: int, size: int) -> Iterator[Chunk]:
@@ -139,7 +142,7 @@ class Chunking:
             yield Chunk(index, index * self.chunk_bytes, index == last, self.joined)
 
     def config(self) -> dict[str, Any]:
-        """Returns these settings as a part of a run's configuration; empty if all have their defaults."""
+        """Returns these settings for a run's configuration; empty if all of them have their defaults."""
         if self.chunk_bytes is not None:
             rows = "object" if self.joined else "chunk"
             return {"chunk_bytes": self.chunk_bytes, "rows": rows, **({"sequences": True} if self.sequences else {})}

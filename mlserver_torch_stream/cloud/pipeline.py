@@ -1,7 +1,7 @@
 """Runs the stages between rows and results: forms batches, infers them concurrently, delivers results in order.
 
-The tasks run until the reader closes the results. The limits on number and weight count all rows that have entered and
-are not yet delivered, so they also limit the rows that wait behind a slow row.
+The tasks live until the reader closes the results. The bounds apply to the rows that have entered and are not delivered
+yet, so that the number and the weight of rows that wait for a slow row are bounded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """Holds at most ``limit`` undelivered items with a total weight of at most ``most_weight``. An empty window also
-    accepts a heavier item.
+    """Holds at most ``limit`` undelivered items, whose total weight is at most ``most_weight``. An empty window accepts
+    a heavier item.
 
     ``peak`` and ``peak_weight`` are the largest number and weight so far.
     """
@@ -72,11 +72,11 @@ class Window(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """True if the item at the head can be removed."""
+        """True if the first item has a result and can leave."""
         return bool(self._slots) and self._slots[0].ready
 
     def leave(self) -> T:
-        """Removes the item at the head and returns its value."""
+        """Removes the first item and returns its result."""
         assert self.ready, "the head is not settled"
         self._first += 1
         slot = self._slots.popleft()
@@ -85,10 +85,10 @@ class Window(Generic[T]):
 
 
 class RowBatcher(Generic[T]):
-    """Forms batches of at most ``most_items`` items with a total weight of at most ``most_weight``; a single item may
-    weigh more.
+    """Forms batches of at most ``most_items`` items and at most ``most_weight`` total weight; a single item may weigh
+    more.
 
-    A batch that is not full is sent ``max_wait`` seconds after its first item arrived.
+    A batch is sent at the latest ``max_wait`` seconds after its first item, even if it is not full.
     """
 
     def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
@@ -167,8 +167,8 @@ async def infer_rows(
 ) -> AsyncGenerator[Result, None]:
     """Yields one result for each row, in the order of the rows, as soon as all rows before it have a result.
 
-    The joined chunks of an object share one result. If the source or ``infer`` raises a CloudError, the results of
-    earlier rows are yielded before the error is raised.
+    If the chunks of an object are joined, they have one common result. Raises the CloudError of the source or of
+    ``infer`` after the results of the rows before it.
     """
     flow = _Flow(infer, limits, metrics or RunMetrics(), weigh)
     feeder = asyncio.create_task(flow.feed(rows))
@@ -282,7 +282,8 @@ class _Flow:
         self._send(())
 
     async def _run(self, batch: Sequence[_Ticketed], by_itself: bool) -> None:
-        """Settles the rows of a batch. A row whose failure may have been caused by another row is inferred once more.
+        """Settles the rows of a batch. If a row fails and another row may have caused this, the row is inferred once
+        more.
 
         The row then runs alone, because a model may combine the rows of several batches.
         """

@@ -1,4 +1,4 @@
-"""Fetches pieces of objects ahead of their reader, in order, bounded in number and in bytes.
+"""Fetches pieces of objects ahead of their reader, in order. The number of pieces and their total size are bounded.
 
 If a piece cannot be fetched, the reader gets the error instead of the piece.
 """
@@ -19,7 +19,7 @@ from mlserver_torch_stream.cloud.store import ObjectInfo, ReadableStore
 
 
 class HasSize(Protocol):
-    """A piece to fetch. Prefetch needs only the size of a piece, in bytes."""
+    """A piece; Prefetch only needs to know its size in bytes."""
 
     @property
     def size(self) -> int: ...
@@ -30,7 +30,7 @@ P = TypeVar("P", bound=HasSize)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchedRange:
-    """Limits a prefetch: at most ``pieces`` pieces with a total of ``nbytes`` bytes are in flight or wait for the
+    """Bounds a prefetch. At most ``pieces`` pieces with at most ``nbytes`` bytes in total are in flight or wait for the
     reader.
 
     A single piece may be larger.
@@ -100,7 +100,7 @@ async def fetch_range(
 
     After a broken connection only the missing bytes are fetched again.
 
-    Raises CloudError once ``retry`` is used up, or at once if a retry cannot help.
+    Raises CloudError when all tries of ``retry`` have failed, or immediately if a retry cannot help.
     """
     size = end - start
     data = BytesIO(bytes(size))  # has its full size from the start, so it is neither enlarged nor copied

@@ -1,4 +1,4 @@
-"""Turns rows into requests: makes OpenAI request bodies for prompts, and headers for whole objects and chunks."""
+"""Turns rows into requests: makes bodies of OpenAI's API from prompts, and headers for whole objects and chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RowQuestion:
 
     @property
     def path(self) -> str:
-        """The path of OpenAI's API for this request."""
+        """The path of OpenAI's API to which the request is sent."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     @property
@@ -100,7 +100,7 @@ _TYPES = mimetypes.MimeTypes()  # Python's own list, not the machine's
 class ObjectRequest:
     """Says how objects and chunks become requests. Every request has the ``headers``.
 
-    With ``pieces`` each piece of an answer becomes a row.
+    With ``pieces`` each piece of an answer becomes an output row.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -112,8 +112,7 @@ class ObjectRequest:
         return quote(place) if row.chunk is None else f"{quote(place)}#{row.chunk.index}"
 
     def content_type(self, row: Row) -> str:
-        """Returns the content type that belongs to the ending of the key or member name; for a chunk, the type of plain
-        bytes.
+        """Returns the content type for the ending of the key or member; for a chunk, the type of plain bytes.
 
         A chunk has no other type because it may begin anywhere in the object.
         """

@@ -1,8 +1,8 @@
-"""Infers the failed rows of an output again, from the object versions that the run began with, and replaces their
-parts.
+"""Infers the failed rows of an output's parts again and replaces them. It reads the same versions of the objects as the
+run.
 
-This module deals with parts and objects, not with models. A part is replaced as a whole, and only if nobody has changed
-it since it was read, so the output has one row for each input row at any moment.
+It deals with parts and objects, and does not depend on the model. A part is replaced as a whole, and only if it has not
+changed since it was read, so that the output has one row for each input row at any time.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class FailedRowRetry:
         return replace(self.source, objects=objects, lines=lines, strict=False, limit=None)
 
     async def put(self, result: Result) -> bool:
-        """Accepts the next result; results must arrive in the order of the rows.
+        """Adds the next result, in the order of the rows.
 
-        Returns True if this result completed a part, which has then been replaced.
+        If the result completes a part, replaces the part and returns True.
         """
         number = result.row.index // self.part_rows
         self.tried += 1
@@ -143,7 +143,7 @@ class FailedRowRetry:
     async def _replace(self, number: int, lines: Mapping[int, bytes]) -> None:
         """Replaces a part.
 
-        If another worker has replaced the part meanwhile, the part is read again, and the other worker's answers are
+        If another worker has replaced the part in the meantime, it is read again, and the other worker's answers are
         kept.
         """
         name, retry = part_name(number), self.source.retry
@@ -161,8 +161,8 @@ class FailedRowRetry:
 
 
 def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
-    """Returns the part after replacing its failed rows by ``lines``, which are keyed by row index. Rows with an answer
-    are kept.
+    """Returns the part with its failed rows replaced by ``lines``, which are by index. A row that has an answer keeps
+    it.
     """
     merged: dict[int, bytes] = {}
     answered: set[int] = set()

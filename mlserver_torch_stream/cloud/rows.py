@@ -1,4 +1,4 @@
-"""The vocabulary of this package: a row, its outcome, the callable that infers a batch of rows, and the errors.
+"""Defines the types of this room: a row, its outcome, the callable that infers a batch of rows, and the errors.
 
 The ``code`` of an error appears in output rows and messages.
 """
@@ -18,8 +18,8 @@ from mlserver_torch_stream.protocol.openai_stream import describe
 
 
 class Kind(str, Enum):
-    """How an object is read: JSONL, CSV, TSV and Parquet row by row, any other kind as one row or in chunks. Each
-    member of an archive has a kind of its own.
+    """How an object is read. JSONL, CSV, TSV and Parquet are read row by row, other kinds as one row or in chunks. The
+    members of an archive may have different kinds.
     """
 
     JSONL = "jsonl"
@@ -39,7 +39,7 @@ class Kind(str, Enum):
 
     @property
     def many(self) -> bool:
-        """True if the number of rows of an object is known only at its end."""
+        """True if the number of rows of an object is known only when it has been read to its end."""
         return self.table or self in (Kind.ARCHIVE, Kind.PARQUET)
 
 
@@ -47,8 +47,8 @@ class Kind(str, Enum):
 class Failure:
     """Why a row has no answer. ``code`` is for programs, ``message`` for people.
 
-    If a model refused the row or failed to infer it, ``status`` and ``error`` are the answer in the format of OpenAI's
-    API. ``shared`` means that another row of the batch may be the cause.
+    If a model refused the row or failed at it, ``status`` and ``error`` are the answer of OpenAI's API. ``shared``
+    means that another row of the batch may be the cause.
     """
 
     code: str
@@ -60,8 +60,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part of an object that a row contains: the number of the chunk, counted from 0, and its first byte's offset
-    in the object.
+    """The part of an object that a row contains: the number of the part, from 0, and its offset in the object in bytes.
 
     ``joined`` means that the answers to all chunks of the object are joined into one output row.
     """
@@ -74,7 +73,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class MemberPlace:
-    """A member of an archive: its name, and its number among the members, counted from 0."""
+    """A member of an archive: its number, from 0, and its name."""
 
     index: int
     name: str
@@ -82,13 +81,13 @@ class MemberPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input. It has the ``body`` of a JSONL line, or ``data`` (an object of ``kind`` or a ``chunk`` of one), or a
-    ``failure``.
+    """One input. It has either the ``body`` of a JSONL line, or ``data``, which is an object of ``kind`` or a ``chunk``
+    of one, or a ``failure``.
 
-    ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the number
-    of the row's first line in the object or in its ``member``, counted from 1; None means that the row is the whole
-    object or member. ``whole`` is the size of the object in bytes, unless it is JSONL. ``content_type`` is the type of
-    ``data``, if the key does not name it. ``sequence`` is the id of the sequence to which the chunk belongs.
+    ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the row's
+    first line in the object or in its ``member``, counted from 1; None means that the row is the whole object or
+    member. ``whole`` is the size of the object in bytes, unless it is JSONL. ``content_type`` is the type of ``data``,
+    unless the key's ending says it. ``sequence`` is the id of the sequence to which the chunk belongs.
     """
 
     index: int
@@ -111,9 +110,8 @@ class Row:
 class Outcome:
     """The outcome of one row: a ``response``, which is the body of the answer, or a ``failure``, and the token counts.
 
-    If the answer consists of pieces, ``pieces`` contains their bodies and replaces ``response``; each piece becomes an
-    output line. ``span`` is the start and the end of the row's inference on the monotonic clock; None means the times
-    of its batch.
+    For an answer in pieces, ``pieces`` holds the bodies instead of ``response``; each becomes an output line. ``span``
+    is the start and the end of the row's inference on the monotonic clock; None means the times of its batch.
     """
 
     response: Mapping[str, Any] | None = None
@@ -126,7 +124,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What all output rows of a run share: the prefix of the ids, and the creation time in seconds since the epoch."""
+    """The prefix of the ids of output rows, and the creation time that all rows contain, in seconds since the epoch."""
 
     id: str
     created: int
@@ -150,7 +148,7 @@ class Result:
         return refused_line(name, row.custom_id, failure.status, failure.error, place)
 
     def encode(self, run: RunIdentity) -> bytes:
-        """Returns the output row as bytes. An outcome in pieces has one line for each piece."""
+        """Returns the output row as bytes. If the outcome has pieces, there is one line for each piece."""
         if self.outcome.pieces is None:
             return _encode(self.record(run))
         return b"".join(_encode(record) for record in self._piece_records(run, self.outcome.pieces))
@@ -212,7 +210,8 @@ class CloudError(Exception):
 
 class StoreUnavailable(CloudError, code="unavailable", retriable=True):
     """A store or server does not answer, breaks off, stalls, or asks for a later attempt. ``retry_after`` is the number
-    of seconds that it asked for."""
+    of seconds after which it asks to be called again.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -228,11 +227,11 @@ class AccessDenied(CloudError, code="denied"):
 
 
 class ObjectChanged(CloudError, code="changed"):
-    """The object is not the version that was listed."""
+    """The object is no longer the version that was listed."""
 
 
 class ObjectExists(CloudError, code="exists"):
-    """A conditional create found an object under the key."""
+    """An object could not be created because one with this key exists."""
 
 
 class StorageFull(CloudError, code="full"):

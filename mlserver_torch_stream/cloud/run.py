@@ -1,6 +1,6 @@
 """Runs one cloud run from its input to its output: plans it, resumes it, writes its parts and records its end.
 
-This module knows the model only as a callable and a description; runs with different descriptions are different runs.
+For this module the model is a callable and a description. Runs with different descriptions are different runs.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ Written = Callable[[int, int], Awaitable[None]]
 class CloudRun:
     """The description of one run: its input, its output, and how its rows are inferred.
 
-    If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model as plain JSON; a run with
-    another description is another run. This worker is number ``lane`` (counted from 1) of ``lanes`` workers and writes
-    the parts n with n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None means that there
-    is no limit. With ``retry_failed`` the failed rows of existing parts are inferred again, before missing parts.
-    ``limit`` is the maximum number of input rows that are read; None means all. ``created`` is the creation time in the
-    output rows, in seconds since the epoch; None means the time when the run began.
+    If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model in plain JSON; a run with
+    another description is another run. This worker has the number ``lane``, from 1 to ``lanes``, and writes the parts n
+    with n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None means no limit. With
+    ``retry_failed`` the failed rows of existing parts are inferred again before missing parts are. At most ``limit``
+    rows of the input are read; None means all. ``created`` is the creation time in the output rows, in seconds since
+    the epoch; None means the time when the run began.
     """
 
     input: str | None = None
@@ -122,7 +122,7 @@ class CloudRun:
         return part % self.lanes == self.lane - 1
 
     def kind_of(self, key: str) -> Kind:
-        """Returns the kind of an object; ARCHIVE if its members are read."""
+        """Returns the kind of an object; it is ARCHIVE if the members are read."""
         return Kind.ARCHIVE if self.tables.archives and is_archive(key) else kind_of(key, self.kind)
 
     def rows_of(self, listed: Listed) -> int:
@@ -146,8 +146,8 @@ class CloudRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The objects of a run, and the parts that its output contains. ``known`` means that the output belongs to this run
-    already.
+    """The objects of a run, and the parts that its output has. ``known`` means that the output already belongs to this
+    run.
     """
 
     run: CloudRun
@@ -238,7 +238,7 @@ def _is_web(url: str) -> bool:
 
 
 async def _kept(output: Store, run: CloudRun, place: InputLocation | UrlStore) -> list[Listed] | None:
-    """Returns the list that is stored with the output. Raises RunRefused if a listed object no longer has a URL."""
+    """Returns the list that is stored with the output. Raises RunRefused if one of its objects no longer has a URL."""
     stored = await get_or_none(output, INPUTS, run.retry)
     if stored is None:
         return None
@@ -257,8 +257,8 @@ def _never() -> bool:
 async def results(
     planned: RunPlan, infer: Infer, metrics: RunMetrics, failures: int = 0, stopped: Callable[[], bool] = _never
 ) -> AsyncGenerator[Result, None]:
-    """Yields the results that are still missing, in order. Raises TooManyFailures once more than ``max_failures`` rows
-    have failed.
+    """Yields the results that are still missing, in order. Raises TooManyFailures when more than the allowed number of
+    rows have failed.
 
     ``failures`` are the failed rows of this command so far. Once ``stopped`` returns true, no further row is read.
     """

@@ -1,4 +1,4 @@
-"""Counts the work of a run. A metric that Beam's RunInference also has is named as in Beam."""
+"""Counts the work of a run. Metrics that Beam's RunInference also has have the same names as there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Distribution:
 
 @dataclass
 class BusyTime:
-    """The share of time in which at least one row was inferred, from the first start to the last end.
+    """The share of the time in which at least one row was being inferred. The time is measured from the first start to
+    the last end.
 
     ``spans`` are the busy spans, in order and without overlaps.
     """

@@ -1,7 +1,7 @@
 """Sends the chunks of each object to a handler as the requests of a sequence, in order, one at a time.
 
-Each object is one row of the pipeline, and the chunks of an object are read while the object is inferred. If the state
-of a sequence is lost, only the object of this sequence starts again, with a new sequence id.
+For the stages, a row is a whole object here; its chunks are read while it is inferred. If the state of an object's
+sequence is lost, only this object starts again, with a new sequence id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TRIES = 3  # how often an object is tried
 
 @dataclass
 class ObjectSequences:
-    """Yields one row for each object of ``source``, and infers these rows when called.
+    """Provides the rows for the objects of ``source``, and is the callable that infers them.
 
     ``infer`` gets one chunk at a time, with the id of its sequence, and raises SequenceLost if the object has to begin
     anew. At most ``most`` objects are inferred at a time, and they share the bytes that ``source`` may prefetch. Only

@@ -1,6 +1,7 @@
-"""Writes numbered parts, each as a whole and only if it does not exist yet. An existing part is a checkpoint.
+"""Writes numbered parts. Each is written as a whole, and only if it does not exist yet. An existing part is a
+checkpoint.
 
-Rows are identified by their index. The content of parts is read only to find where a run resumes.
+Knows rows by their index. The content of parts is read only to find where a run resumes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _AT_ONCE = 16  # parts that are read at a time
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The parts that an output contains. ``complete`` means that one part is shorter than the others and therefore is
-    the last part of the input.
+    """The parts that an output contains. ``complete`` means that one part is shorter than the others, so it is the last
+    part of the input.
 
     ``sparse`` means that parts exist after a missing one, because several workers write them. ``rows`` is the number of
     rows in all parts. ``stale`` contains the failed rows of those parts whose object of failed rows is missing or out
@@ -46,7 +47,7 @@ class Done:
 
 
 class PartSink:
-    """Accepts results in order and writes them as parts of ``rows`` rows: row i belongs to part i // rows."""
+    """Writes results, which it gets in order, as parts of ``rows`` rows: row i belongs to part i // rows."""
 
     def __init__(self, store: Store, rows: int, run: RunIdentity, retry: Retry) -> None:
         self._store = store
@@ -58,7 +59,7 @@ class PartSink:
         self._failed: list[bytes] = []
 
     async def write(self, result: Result) -> bool:
-        """Writes a result. Returns True if this result completed a part; the part is then durable."""
+        """Writes a result. Returns True if the result completes a part, which is then durable."""
         number, place = divmod(result.row.index, self._rows)
         assert not self._lines or number == self._number, "a part was left before its end"
         self._number = number
@@ -83,8 +84,8 @@ class PartSink:
 
 
 async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
-    """Writes an object that does not exist yet. If the answer to an earlier attempt was lost, the object may already
-    exist with the same bytes.
+    """Writes an object that does not exist yet. If the store's answer to an earlier try was lost, the object may exist
+    with the same bytes; this is not an error.
 
     Raises ObjectExists if it exists with other bytes.
     """
@@ -123,7 +124,7 @@ async def find_done(store: Store, rows: int, retry: Retry) -> Done:
 
 
 async def mend_errors(store: Store, done: Done, retry: Retry) -> None:
-    """Rewrites the objects of failed rows that ``find_done`` found to be missing or out of date."""
+    """Rewrites the objects with failed rows that ``find_done`` found to be missing or out of date."""
     for number, failed in done.stale.items():
         await put_errors(store, number, failed, retry)
 
@@ -177,6 +178,7 @@ def failed_lines(part: bytes) -> bytes:
 async def put_errors(store: Store, number: int, failed: bytes, retry: Retry) -> None:
     """Writes the failed rows of a part.
 
-    If no failed row is left, the object is written empty instead of deleted, because not every writer may delete.
+    If no row has failed, the object is written without content, because not every writer has the permission to delete
+    it.
     """
     await retry.run(store.put, errors_name(number), failed)

@@ -1,4 +1,4 @@
-"""Verifies the topic, age and signature of messages that SNS posts, and confirms subscriptions of listed topics."""
+"""Verifies the topic, age and signature of messages that SNS posts, and confirms subscriptions to listed topics."""
 
 from __future__ import annotations
 

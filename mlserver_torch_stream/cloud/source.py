@@ -1,6 +1,6 @@
 """Reads the rows of objects, in order: chooses the ranges to fetch, and parses the rows in them.
 
-An object that cannot be read becomes one row with a failure, at the object's place in the order.
+An object that cannot be read is replaced by one row with a failure.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Cursor:
 
     @property
     def within(self) -> bool:
-        """True if this place is inside an object that may have further rows."""
+        """True if this place is within an object, which may have more rows."""
         return (self.line, self.chunk, self.member) != (None, None, None)
 
 
@@ -64,7 +64,7 @@ START = Cursor()
 
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """Bytes ``start`` to ``end`` of an object. ``skipped`` means that none of its rows is wanted, so it is not
+    """Bytes ``start`` to ``end`` of an object. ``skipped`` means that none of its rows is wanted, so the range is not
     fetched.
     """
 
@@ -83,7 +83,7 @@ class ObjectRange:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnRange:
-    """Bytes ``start`` to ``end`` of a Parquet file, which contain columns of one row group."""
+    """Bytes ``start`` to ``end`` of a Parquet file, which contain columns of a row group."""
 
     group: RowGroup
     info: ObjectInfo
@@ -102,10 +102,10 @@ Wanted = Callable[[int], bool]
 class Source:
     """Reads the rows of ``objects``, in the order of the run.
 
-    With ``strict``, a table or an archive that cannot be read ends the run: the number of its rows is then unknown, and
-    other workers depend on this number. ``lines`` says for each key what to read: lines of a table, members and lines
-    of an archive, or chunks of any other object; ranges after the last of these are not fetched. Nothing is read after
-    ``limit`` rows.
+    ``strict`` means that the run ends if a table or an archive cannot be read, because its number of rows is then
+    unknown and other workers rely on this number. ``lines`` says for a key which lines of a table, members and lines of
+    an archive, or chunks of another object are rows; ranges after the last of them are not fetched. Nothing is read
+    after ``limit`` rows.
     """
 
     store: ReadableStore
@@ -291,8 +291,8 @@ class Source:
         return _Object(piece.ordinal, key, kind, self.chunking, self.tables, lambda number: number > line)
 
     async def _opened(self, reading: _Object, piece: ObjectRange, data: bytes) -> bytes | CloudError:
-        """Begins to read the rows or members of an object. Returns ``data``, or the error if the directory of a zip
-        archive could not be fetched.
+        """Begins to read the rows or members of an object. Returns ``data``, or the error if the archive's directory
+        cannot be fetched.
         """
         info = piece.listed.info
         if piece.listed.failure is not None or not piece.kind.many:
@@ -324,9 +324,9 @@ class Source:
 
 
 def _order(place: tuple[int, int | None]) -> tuple[int, float]:
-    """Returns the sort key of an archive row's place, which is its member and line.
+    """Returns the place of an archive's row, its member and line, in a form that can be compared.
 
-    If the line is None, the place is the whole member, or the member's end.
+    If the line is None, the place is the whole member or its end.
     """
     return place[0], _LAST if place[1] is None else place[1]
 
@@ -361,8 +361,8 @@ class _Object:
         return self.last is not None and self.reader.number >= self.last
 
     def begin(self, members: Kind | None, divider: Tar | Zip) -> None:
-        """Begins to read. ``members`` is the kind of all members of an archive; None means that the name of each member
-        tells its kind.
+        """Begins to read. ``members`` is the kind of all members of an archive; None means that their names say the
+        kind.
 
         Raises Damaged.
         """
@@ -376,8 +376,8 @@ class _Object:
         return Row(index, self.key, None, self.key, self.kind, failure=failure)
 
     def failed(self, index: int, piece: ObjectRange, failure: Failure) -> Iterator[Row]:
-        """Yields the failed rows of an object that cannot be read from this range on: one for each remaining chunk if
-        chunks are rows, otherwise a single one.
+        """Yields the failed rows of an object that cannot be read any further. It is one row, or one for each chunk
+        that is a row.
         """
         size = piece.listed.info.size
         if self.kind.many or self.chunking.chunk_bytes is None:

@@ -1,6 +1,7 @@
-"""Receives S3's notifications from an SQS queue, hides them while they are processed, and deletes them afterwards.
+"""Receives S3's notifications from an SQS queue. Messages are hidden from other consumers while they are processed, and
+deleted afterwards.
 
-boto3 takes the credentials from the environment, a profile or the machine's role.
+boto3 gets the credentials from the environment, a profile or the machine's role.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Queue:
     """Announces the new objects of ``place``.
 
     A message about other objects is passed to ``report`` and left in the queue. Raises RunRefused if ``url`` is not the
-    URL of a queue, or if there are no credentials; blocks while boto3 looks for them.
+    URL of a queue, or if there are no credentials. Blocks while boto3 looks for credentials.
     """
 
     def __init__(
@@ -88,9 +89,7 @@ class Queue:
             yield Announced(key, done)
 
     async def _hold(self, receipt: str) -> None:
-        """Extends the time for which a message is hidden. If this fails, SQS delivers the message again, but by then
-        the object's result exists.
-        """
+        """Keeps the message hidden. If this fails, SQS delivers the message again, but its result already exists."""
         while True:
             await asyncio.sleep(_HELD_S / 3)
             with suppress(CloudError):

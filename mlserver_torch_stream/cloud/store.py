@@ -1,5 +1,5 @@
-"""Lists, reads and writes objects below one URL: reads ranges of a pinned version, and can create an object only if
-absent.
+"""Lists, reads and writes objects below one URL. It can read ranges of a fixed version, and create an object only if it
+does not exist.
 
 No other module imports the object-store library. Each call is a single attempt; the caller retries, because only the
 caller knows how much of a body has arrived.
@@ -41,8 +41,8 @@ class _OpenFile(Protocol):
 class ObjectUpload:
     """Writes one object in pieces. ``size`` is the number of bytes written so far. Both methods raise CloudError.
 
-    An upload that is dropped before ``close`` may leave parts behind. The store has to delete them; for buckets, set a
-    lifecycle rule for incomplete multipart uploads.
+    An upload that is dropped before ``close`` may leave parts behind. The store has to delete these parts. For buckets,
+    set a lifecycle rule for incomplete multipart uploads.
     """
 
     def __init__(self, file: _OpenFile, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
@@ -79,7 +79,7 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "file")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One version of an object. ``etag`` identifies the version; for stores without ETags it is the time of the last
+    """One version of an object. ``etag`` identifies the version; if the store has no ETags, it is the time of the last
     change.
 
     ``etag`` is empty if the object cannot be read; ``trouble`` is the reason.
@@ -92,7 +92,7 @@ class ObjectInfo:
 
 
 class ReadableStore(Protocol):
-    """A place to read the objects of a run from: a ``Store``, or a list of URLs."""
+    """Something from which the objects of a run can be read: a ``Store``, or a list of URLs."""
 
     async def head(self, key: str) -> ObjectInfo: ...
 
@@ -104,15 +104,16 @@ class ReadableStore(Protocol):
 
 
 async def settle() -> None:
-    """Gives the library's threads time to end. Must be awaited before an event loop that used stores ends, even after
-    errors.
+    """Gives the library's threads time to end. It must be awaited before the end of an event loop that used stores,
+    also after errors.
     """
     await asyncio.sleep(_GRACE_S)
 
 
 class Store:
-    """Objects below one URL; keys are relative to it. ``stall_s`` is the longest silence in seconds within one answer;
-    ``options`` are passed to the object store."""
+    """The objects below one URL; keys are relative to it. ``stall_s`` is the longest silence in seconds within one
+    answer; ``options`` are passed to the object-store library.
+    """
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Store:
     ) -> Store:
         """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
 
-        Without ``make`` a missing folder is not created and counts as an empty store.
+        If ``make`` is false, a missing folder is not created, but treated as an empty store.
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
@@ -174,12 +175,12 @@ class Store:
         return cls(obstore.store.MemoryStore(), _MEMORY)
 
     async def list(self, after: str | None = None) -> AsyncGenerator[ObjectInfo, None]:
-        """Yields all objects whose keys are greater than ``after``; a cloud store yields them in the order of their
-        keys.
+        """Yields all objects; a cloud store yields them in the order of their keys. Keys up to and including ``after``
+        are left out.
 
-        The library stops listing at an object that it cannot name, such as one with a newline or an empty level in its
-        key. In a folder, it also stops at a cycle of links. The remaining objects are then listed without the library.
-        Raises RunRefused if that is not possible.
+        The library stops listing at an object that it cannot name, for example because the key contains a newline or an
+        empty level, and at a cycle of links in a folder. The other objects are then listed without the library. Raises
+        RunRefused if this is not possible.
         """
         if not self.listable:
             raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
@@ -215,7 +216,7 @@ class Store:
                 yield info if info.trouble else await self._look_at(info)
 
     async def _look_at(self, info: ObjectInfo) -> ObjectInfo:
-        """Returns the current version of an object, or the object with the reason why it cannot be read."""
+        """Returns the current version of an object; if it cannot be read, returns it with the reason."""
         try:
             return await self.head(info.key)
         except RunRefused:
@@ -280,17 +281,18 @@ class Store:
         return bytes(await self._call(key, lambda: answer.bytes_async()))
 
     async def look(self, key: str) -> tuple[bytes, Mapping[str, str]]:
-        """Returns a whole small object, and the marks of its version, which ``replace`` compares."""
+        """Returns a whole small object, and the marks of its version, which can be passed to ``replace``."""
         answer = await self._call(key, lambda: self._library.get_async(self._backend, key))
         meta = answer.meta
         marks = {name: str(meta[name]) for name in ("e_tag", "version") if meta.get(name)}
         return bytes(await self._call(key, lambda: answer.bytes_async())), marks
 
     async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
-        """Replaces the version with these ``marks``, as a whole or not at all. Raises ObjectChanged if it is gone.
+        """Replaces the version with these ``marks``, as a whole or not at all. Raises ObjectChanged if this version no
+        longer exists.
 
-        A folder has no conditional write, so a lock on the file prevents other replacements between the comparison and
-        the write, if the file system has locks.
+        A folder has no conditional write. Instead the file is locked from the comparison to the write, if the file
+        system has locks, so that no other replacement can happen in between.
         """
         if not self._local:
             await self._put(key, data, dict(marks))
@@ -304,7 +306,7 @@ class Store:
     async def _locked_file(self, key: str) -> AsyncGenerator[None, None]:
         """Holds the file's lock. Raises StoreUnavailable if another process does not release it.
 
-        The lock belongs to this file: a file that replaces it has a lock of its own.
+        If this file is replaced by another, the new file has a separate lock.
         """
         try:
             file = os.open(Path(self.url, key), os.O_RDONLY)
@@ -325,7 +327,7 @@ class Store:
         await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:
-        """Writes an object as a whole and overwrites an existing one."""
+        """Writes an object as a whole, and overwrites an existing one."""
         await self._put(key, data, "overwrite")
 
     async def _put(self, key: str, data: bytes, mode: Any) -> None:
@@ -333,7 +335,7 @@ class Store:
         await self._call(key, lambda: self._library.put_async(self._backend, key, data, **options))
 
     def upload(self, key: str) -> ObjectUpload:
-        """Writes an object in pieces, of which at most two parts of ``_UPLOAD_PART`` are in memory."""
+        """Writes an object in pieces. At most two parts of ``_UPLOAD_PART`` bytes are in memory."""
         file = self._library.open_writer_async(self._backend, key, buffer_size=_UPLOAD_PART, max_concurrency=1)
         return ObjectUpload(file, lambda call: self._call(key, call))
 
@@ -411,7 +413,7 @@ def _files(folder: Path) -> list[ObjectInfo]:
     """Returns the files below a folder as the library lists them, without their versions.
 
     Links are followed, and files that are being written are left out. A folder that cannot be read, or a link to a
-    folder above the link, is listed with the reason in ``trouble``; the key of ``folder`` itself is empty.
+    folder above it, is in the list with the reason in ``trouble``. The key of ``folder`` itself is empty.
     """
     found: list[ObjectInfo] = []
 
@@ -441,7 +443,7 @@ def _files(folder: Path) -> list[ObjectInfo]:
 
 
 def _by_text(where: str, whole: str, text: str) -> CloudError:
-    """Returns the CloudError for an exception of the library whose kind is known only from its text."""
+    """Returns the CloudError for an exception of the library whose meaning can only be found from its text."""
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
             return StorageFull(f"{where}: no room left to write: {text}")

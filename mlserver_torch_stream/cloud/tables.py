@@ -1,7 +1,8 @@
-"""Divides tables (JSON Lines, CSV and TSV, in any encoding) into rows as their bytes arrive, and chooses columns.
+"""Divides tables into rows as their bytes arrive, and chooses columns. Tables are JSON Lines, CSV or TSV, in any
+encoding.
 
-A record that cannot be read becomes a row with a failure, never an exception; the row's line is where the record
-begins.
+A record that cannot be read becomes a row with a failure instead of an exception. The row's line is the line in which
+the record begins.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """How tables and archives are read. Each row is made from the chosen ``columns``. If none are chosen, each row is a
-    body as in JSONL, with the names in the header as its keys. ``header`` means that the first record names the
-    columns. ``quote`` is the quote character, or empty for tables without quoted fields. ``data`` means that rows are
-    bytes for a handler or a tensor; otherwise they are prompts.
+    """How tables and archives are read. ``columns`` are the columns that form a row. If there are none, the names in
+    the header are the keys of a row's body, as in JSONL. ``header`` means that the first record names the columns.
+    ``quote`` is the quote character; it is empty for tables without quoting. With ``data``, rows are bytes for a
+    handler or a tensor; otherwise they are prompts.
 
-    If ``archives`` is true, archives are read member by member, and the glob ``members`` chooses among the members; if
-    not, each archive is read as a single object.
+    With ``archives``, archives are read member by member, and only the members that match the glob ``members``, if it
+    is set. Otherwise an archive is a whole object.
     """
 
     columns: tuple[Column, ...] = ()
@@ -117,7 +118,7 @@ class TableBroken(Damaged):
 
 
 class Record:
-    """Reads one CSV record, line after line. ``fields`` has the bytes of each field that is complete."""
+    """Reads one CSV record, line after line. ``fields`` has the bytes of each field that has been read completely."""
 
     def __init__(self, delimiter: bytes, quote: bytes) -> None:
         self._delimiter = delimiter
@@ -128,7 +129,9 @@ class Record:
         self.size = 0
 
     def add(self, line: bytes) -> bool:
-        """Adds a line. Returns True if this line ends the record. Raises ValueError if a quote is in a wrong place."""
+        """Adds a line. Returns True if the record ends with this line. Raises ValueError if a quote is in a wrong
+        place.
+        """
         self.size += len(line) + 1
         text = line.removesuffix(b"\r")
         if not self._open and (not self._quote or self._quote not in text):
@@ -208,8 +211,8 @@ class RowReader:
             yield from self._failed(self.number, "has a quote that is never closed")
 
     def record(self, number: int, record: Mapping[str, Any], names: Sequence[str]) -> Row:
-        """Returns the row of a Parquet record, which maps the names of its columns to values. ``names`` are the names
-        of the chosen columns, in order.
+        """Returns the row for a Parquet record, which maps columns to values. ``names`` are the names of the chosen
+        columns, in order.
         """
         try:
             if not self._tables.columns:
@@ -227,7 +230,7 @@ class RowReader:
     def _utf8(self, data: bytes, last: bool) -> bytes:
         """Returns the text in UTF-8.
 
-        An undecodable byte becomes invalid UTF-8, for which the line that contains it is reported later.
+        Bytes that cannot be decoded become invalid UTF-8, which is reported later for their line.
         """
         if self._text is None:
             return data
@@ -325,7 +328,7 @@ class RowReader:
         return row if self._member is None else replace(row, member=self._member)
 
     def _chosen(self, number: int, values: Mapping[str | None, Any]) -> Row:
-        """Returns the row made of the chosen values, which are keyed by their fields."""
+        """Returns a row of the chosen values, which are given by field."""
         if not self._tables.data:
             prompt = values.get("prompt", values.get(None))
             if not isinstance(prompt, str):
@@ -367,7 +370,9 @@ class RowReader:
 
 
 def _json_value(value: Any) -> Any:
-    """Converts a Parquet value to JSON: dates and times to ISO 8601, decimals to text. Raises ValueError."""
+    """Returns a Parquet value as JSON can represent it: dates and times in ISO 8601, decimals as text. Raises
+    ValueError.
+    """
 
     def as_text(part: Any) -> str:
         if isinstance(part, datetime.date | datetime.time):
@@ -394,5 +399,5 @@ def _decoded(field: bytes) -> str:
 
 
 def _twice(names: Sequence[str], columns: Sequence[Column]) -> bool:
-    """True if a column is chosen by a name that two columns have."""
+    """True if a column is chosen by a name that several columns have."""
     return any(isinstance(each.column, str) and names.count(each.column) > 1 for each in columns)

@@ -1,7 +1,7 @@
-"""Reads the objects of a list of URLs: over HTTP and HTTPS from any hosts, and from several buckets.
+"""Reads the objects in a list of URLs, over HTTP and HTTPS from any hosts, and from several buckets.
 
-HTTP requests contain no access key, cookie or storage option. The query of a URL may contain a signature: it is sent to
-the URL's host, and never appears in a key, message or log.
+Over HTTP no key, cookie or storage option is sent. The query of a URL may contain a signature: it is sent only to the
+URL's host, and appears in no key, message or log.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CONNECT_S = 10.0
 def read_url_list(data: bytes) -> dict[str, str]:
     """Returns the URL of each key. A line is a URL, ``{"key": URL}``, or ``{"key": NAME, "url": URL}``.
 
-    Without NAME the key is the URL, in the case of HTTP without query and fragment. Raises RunRefused, which names the
-    line.
+    If there is no name, the key is the URL; for HTTP and HTTPS without query and fragment. Raises RunRefused, which
+    names the line.
     """
     return manifest_entries(data, _entry)
 
@@ -67,7 +67,7 @@ def _entry(line: str, number: int) -> tuple[str, str]:
 
 
 def _key_of(url: str, where: str) -> str:
-    """Returns the key of a URL. Raises RunRefused, whose message contains no part of the URL that could be secret."""
+    """Raises RunRefused. The message does not contain any part of the URL that could be secret."""
     scheme, _, rest = url.partition("://")
     if scheme in _BUCKETS:
         bucket, _, key = rest.partition("/")
@@ -94,11 +94,11 @@ def _web_url(text: str) -> URL:
 
 
 def redirected(url: URL, location: str) -> URL:
-    """Returns the target of a redirect from ``url``. The target may be HTTPS on any host, or HTTP on the same host and
-    port if ``url`` is HTTP too.
+    """Returns the URL to which ``url`` redirects. HTTPS is allowed on any host, and HTTP only from HTTP on the same
+    host and port.
 
-    A server can therefore not redirect a run to services without certificates in the run's network, such as a cloud's
-    metadata service. Raises RunRefused, whose message contains no path and no query.
+    Therefore a server cannot redirect a run to services without certificates in the run's network, such as a cloud's
+    metadata service. Raises RunRefused, whose message has no path and no query.
     """
     try:
         target = url.join(_web_url(location))
@@ -113,7 +113,7 @@ def redirected(url: URL, location: str) -> URL:
 
 
 class UrlStore:
-    """Reads objects by their keys in ``urls``, each from the host or bucket of its URL.
+    """Reads the objects of ``urls``, which maps keys to URLs. The URLs may have different hosts and buckets.
 
     ``options`` are passed to the object-store library and apply to buckets only; if there are any, all buckets must be
     of one kind. ``stall_s`` is the longest silence within one answer, in seconds.
@@ -139,7 +139,7 @@ class UrlStore:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keeps HTTP connections open until the last of these contexts has ended."""
+        """Keeps connections until the last such context has ended."""
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._stall_s)
             jar = aiohttp.DummyCookieJar()
@@ -156,8 +156,8 @@ class UrlStore:
                 await close_session(session)
 
     async def head(self, key: str) -> ObjectInfo:
-        """Returns the current version of an object. Over HTTP, requests the first byte, because a URL may be signed for
-        GET only.
+        """Returns the object's current version. Over HTTP it requests the first byte, because a URL may be signed only
+        for GET.
         """
         found = self._in_bucket(key)
         if found is not None:
@@ -168,7 +168,7 @@ class UrlStore:
 
     async def read(self, info: ObjectInfo, start: int, end: int) -> AsyncGenerator[bytes, None]:
         """Returns bytes ``start`` to ``end`` (exclusive) of exactly this version. Raises ObjectChanged if the object
-        has another version now.
+        has another version.
         """
         found = self._in_bucket(info.key)
         if found is not None:
@@ -186,7 +186,7 @@ class UrlStore:
                 yield chunk
 
     def _in_bucket(self, key: str) -> tuple[Store, str] | None:
-        """Returns the store of an object in a bucket, and the object's key in it."""
+        """Returns the store for an object in a bucket, and the object's key in this store."""
         scheme, _, rest = self.urls[key].partition("://")
         if scheme in _WEB:
             return None
@@ -198,7 +198,7 @@ class UrlStore:
 
     @asynccontextmanager
     async def _got(self, key: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Follows redirects and yields the response that contains the object's bytes. Raises CloudError."""
+        """Follows redirects, and yields a response with bytes of the object. Raises CloudError."""
         assert self._session is not None, "read outside of ``connected``"
         url = _web_url(self.urls[key])
         try:
@@ -256,7 +256,7 @@ def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
 
 
 async def _part(info: ObjectInfo, answer: aiohttp.ClientResponse, start: int, end: int) -> AsyncGenerator[bytes, None]:
-    """Yields bytes ``start`` to ``end`` from a response that contains this range or the whole object. Raises
+    """Yields bytes ``start`` to ``end`` of the object from a response that has this range or the whole object. Raises
     RunRefused.
     """
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))

@@ -1,10 +1,10 @@
 """Infers each new object once, as it is announced or found by polling, and writes its result as an object.
 
-The name of a result is derived from the object's key, its version and the configuration, so an object that is announced
-twice is inferred once. The result of an archive is a folder that is named in the same way and contains the output of a
-run over this archive only. If the process is killed and the archive is announced again, the run resumes after the parts
-that exist. Polling needs keys in ascending order, such as times or counters: it finds neither a new key that sorts
-before its cursor nor a new version of a key that it has found. A queue reports both.
+A result's name is derived from the object's key, its version and the configuration, so that an object that is announced
+twice is inferred only once. The result of an archive is a folder with this name, which holds the output of a run over
+only this archive. If the process is killed and the archive is announced again, the run continues after the existing
+parts. Polling needs keys in increasing order, such as times and counters. It finds neither a key before its cursor nor
+a new version of a known key. A queue reports both.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LOOK_S = 1.0  # the time between two looks at an archive's result that another 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A new object. ``done`` is awaited once the object's result is durable, or once the object proves to be gone."""
+    """A new object. ``done`` is awaited when its result is durable, or when the object is found to be deleted."""
 
     key: str
     done: Callable[[], Awaitable[None]]
@@ -63,8 +63,8 @@ class Announced:
 
 @dataclass
 class Watcher:
-    """Infers new objects. At most ``objects`` objects are inferred at a time, each in its own pipeline with these
-    ``limits``.
+    """Infers new objects. At most ``objects`` objects are inferred at a time. Each goes through the stages of a run,
+    with these ``limits``.
 
     ``report`` is called with one line for each object that is deleted before it is read, or that fails as a whole.
     ``created`` is the creation time in the output rows, in seconds since the epoch; None means the time when the
@@ -172,7 +172,7 @@ class Watcher:
         await announced.done()
 
     async def _infer_archive(self, listed: Listed) -> None:
-        """Writes the parts that an archive's result lacks, or waits while another watcher writes them."""
+        """Writes the missing parts of an archive's result, or waits while another watcher writes them."""
         run = self.archive_run(listed.info)
         assert run.output is not None
         name = run.output.removeprefix(f"{self.output.url}/")
@@ -194,8 +194,8 @@ class Watcher:
     async def _listed(self, key: str) -> Listed:
         """Returns the object's current version.
 
-        If the credentials do not allow reading the object, its result says so. The name of this result does not depend
-        on the object's version, so the object is inferred if it is announced again once it can be read.
+        If there is no permission to read the object, its result says so. The name of this result does not depend on a
+        version, so that the object is inferred if it is announced again when it can be read.
         """
         try:
             return Listed(await self.retry.run(self.store.head, key))
@@ -203,7 +203,7 @@ class Watcher:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
     async def _inferred(self, listed: Listed) -> bytes:
-        """Returns the results of all rows of an object or, if they exceed ``MAX_RESULT_BYTES``, a single row that says
+        """Returns the results of all rows of an object. If they exceed ``MAX_RESULT_BYTES``, returns one row that says
         so.
         """
         info, data = listed.info, bytearray()
@@ -305,7 +305,7 @@ class Poller:
             self._saved = cursor
 
     async def _new(self) -> list[str]:
-        """Returns the first new keys, but no more than may be open at a time; later polls find the others."""
+        """Returns the first new keys, at most as many as may be open. The next poll finds the remaining keys."""
         keys: list[str] = []
         most = _MAX_OPEN - len(self._open)
         async for info in self._store.list(self._cursor):

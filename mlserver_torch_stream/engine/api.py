@@ -1,18 +1,24 @@
-"""Defines the interface of an engine: submit requests, read one stream of their events, close the stream.
+"""Defines the interface of an engine: submit requests, read the events of their mailbox, close the mailbox.
 
 This module does not import torch, so code outside the engine can import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from mlserver_torch_stream.engine.constraints.compile_threads import Compilation as Compilation
 from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConstraint as CompiledConstraint
 from mlserver_torch_stream.engine.text.answer_format import AnswerFormat
-from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent
+from mlserver_torch_stream.types import ModelInfo, SamplingParameters, TokenEvent, add_event
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PRIORITY = 100
 
@@ -22,7 +28,7 @@ class EngineRequest:
     """One prompt and its ``sampling.n`` sequences, which have indices from ``first_index`` on.
 
     The engine keeps the object and changes it, so submit it only once. The prompt of an ``open`` request is not
-    complete yet; ``TokenStream.seal`` sets the whole prompt and queues the request. The scheduler admits requests with
+    complete yet; ``Mailbox.seal`` sets the whole prompt and queues the request. The scheduler admits requests with
     a lower ``priority`` number first. The more waiting requests a ``client`` has, the later its next request is
     admitted. If the sequences have not ended ``timeout_s`` seconds after the submit, they end with the tokens generated
     so far. Each answer matches the ``constraint``, which does not apply to the prompt. ``answer`` says how an answer is
@@ -93,34 +99,133 @@ class StreamObserver(Protocol):
         """Called when the reader has closed the stream; no further events are read."""
 
 
-class TokenStream(Protocol):
-    """Yields the events of one submit, in order within each sequence, and ends after the last event of all sequences.
+@dataclass(slots=True)
+class Delivered:
+    """Summarises the events of one sequence that were delivered."""
+
+    tokens: int = 0
+    first_at: float | None = None
+    cumulative_logprob: float | None = None
+    ended: bool = False
+
+    def take(self, event: TokenEvent) -> None:
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+        self.tokens += len(event.token_ids)
+        self.cumulative_logprob = event.cumulative_logprob
+        self.ended = event.finish_reason is not None
+
+
+class Mailbox:
+    """The stream of the events of one submit, in order within each sequence; it ends after the last of all sequences.
 
     The engine never waits for a reader. A slow reader gets fewer and larger events, each of at most ``MAX_PER_EVENT``
-    characters.
+    characters, and its mailbox cannot grow beyond the length of its sequences. All methods run on the loop's
+    thread; the engine's thread reads only ``closed_at``.
     """
 
-    def __aiter__(self) -> AsyncIterator[TokenEvent]: ...
+    def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:
+        """``on_close`` is called if the reader closes the mailbox before the end of all sequences."""
+        self.loop = loop
+        self.closed_at: float | None = None
+        self._unfinished = sequences
+        self._pending: defaultdict[int, deque[TokenEvent]] = defaultdict(deque)  # by sequence; no queue in it is empty
+        self._delivered: defaultdict[int, Delivered] = defaultdict(Delivered)
+        self._observer: StreamObserver | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self._on_close = on_close
+        self._on_extend: Callable[[Mailbox, Sequence[int], bool], None] | None = None
 
-    async def __anext__(self) -> TokenEvent: ...
+    def feed_prompt_to(self, extend: Callable[[Mailbox, Sequence[int], bool], None]) -> None:
+        """Sets the callback for the ids of an open request: ``extend(mailbox, prompt_ids, whole)``."""
+        self._on_extend = extend
 
     def observe(self, observer: StreamObserver) -> None:
         """Calls ``observer`` for each event from now on."""
+        self._observer = observer
+
+    def delivered(self, index: int) -> Delivered:
+        """Returns a summary of the sequence's events that the reader has received."""
+        return self._delivered[index]
+
+    def deliver(self, event: TokenEvent) -> None:
+        """Adds an event.
+
+        Events after a sequence's last event are dropped: the watchdog may have ended the sequence already.
+        """
+        delivered = self._delivered[event.index]
+        if self.closed_at is not None or delivered.ended:
+            return
+        delivered.take(event)
+        add_event(self._pending[event.index], event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._pending:
+            # This suspends once per event: a generator that never waits starves the server and misses disconnects.
+            await asyncio.sleep(0)
+        while not self._pending:
+            if self._unfinished == 0 or self.closed_at is not None:
+                raise StopAsyncIteration
+            self._arrival = self.loop.create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        waiting = self._pending.pop(next(iter(self._pending)))
+        event = waiting.popleft()
+        if waiting:
+            self._pending[event.index] = waiting  # behind the other sequences, so that all of them advance
+        if event.finish_reason is not None:
+            self._unfinished -= 1
+        if self._observer is not None:
+            self._observer.event(event)
+        return event
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
         """Announces further prompt ids of the stream's only request, which is open.
 
         Raises InvalidInput once no prompt that begins with the announced ids could run.
         """
+        self._feed(prompt_ids, whole=False)
 
     def seal(self, prompt_ids: Sequence[int]) -> None:
         """Sets an open request's whole prompt and queues the request. The prompt may differ from the announced ids."""
+        self._feed(prompt_ids, whole=True)
+
+    def _feed(self, prompt_ids: Sequence[int], whole: bool) -> None:
+        if self._on_extend is None:
+            raise ValueError("only a stream of one open request takes more of its prompt")
+        self._on_extend(self, prompt_ids, whole)
+        if whole:
+            self._on_extend = None
 
     def close(self) -> None:
         """Cancels the sequences that still run.
 
         The call does not block and may be repeated from any task, so make it in a ``finally``.
         """
+        if self.closed_at is not None:
+            return
+        self.closed_at = time.monotonic()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+        if self._unfinished > 0:
+            self._on_close(self)
+        if self._observer is not None:
+            self._observer.closed()
+
+
+def call_on(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    """Calls ``action`` on the loop's thread. Any thread may call this. Does nothing if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(action)
+    except RuntimeError:  # there is no reader left
+        logger.debug("an event loop was closed before its action ran")
 
 
 class Engine(Protocol):
@@ -128,7 +233,7 @@ class Engine(Protocol):
 
     info: ModelInfo
 
-    def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
+    def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Queues requests whose events share one stream.
 
         Raises QueueFull or NotServing, or InvalidInput if a prompt can never fit the context or the cache.

@@ -67,28 +67,14 @@ def choose_batcher(
     owner: object,
 ) -> BatcherChoice:
     """Chooses the batcher of a loaded model. ``owner`` is passed to ``cache_budget``. Raises LoadFailed."""
-    resolved, resources = load.resolved, load.resources
+    resolved = load.resolved
     problem = _why_serial(resolved, prepared, loaded)
     if problem is not None:
         return _batch_serially(resolved, prepared, loaded, samplers, problem)
     settings, findings, ranks, host = resolved.settings, prepared.findings, prepared.ranks, read_host()
     spec, choice = findings.spec, prepared.choice
     assert spec is not None and choice is not None  # as ``findings.problem`` is None
-    chunk = settings.chunked_prefill_size if findings.chunked else None
-    size = cache_budget(
-        *(findings.specs, settings.kv_cache_memory, resources, owner, host),
-        sequences=settings.max_num_seqs,
-        tokens=loaded.max_model_len,
-        step=loaded.max_model_len if chunk is None else chunk,
-        engines=settings.replicas,
-        most=sys.maxsize if ranks is None else ranks.shard.room,
-    )
-    limits = _limits(settings, prepared, spec, size, chunk)
-    context = longest_sequence(spec, limits, loaded.max_model_len)
-    if context < 2:
-        key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
-        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
-        raise LoadFailed(f"parameters.extra.{key}: {why}")
+    size, limits, context = _sizes(load, prepared, spec, loaded.max_model_len, owner, host)
     slots = limits.max_num_seqs if spec.state_bytes else 0
     layout = CacheLayout(loaded.model.config)
     _try_to_reserve(choice.forward, PagedCache(layout, spec.page_size, limits.pages, slots), host)
@@ -121,6 +107,29 @@ def choose_batcher(
         f"({origin or f'a share of what is free: {host.memory_origin}'}) in pages of {spec.page_size} tokens"
     )
     return BatcherChoice(make, batcher, context, description, choice.forward.attention_name)
+
+
+def _sizes(
+    load: ModelLoad, prepared: PreparedModel, spec: CacheSpec, max_model_len: int, owner: object, host: Host
+) -> tuple[CacheSize, SchedulerLimits, int]:
+    """Returns the cache's size, the scheduler's bounds and the longest sequence in tokens. Raises LoadFailed."""
+    settings, findings, ranks = load.resolved.settings, prepared.findings, prepared.ranks
+    chunk = settings.chunked_prefill_size if findings.chunked else None
+    size = cache_budget(
+        *(findings.specs, settings.kv_cache_memory, load.resources, owner, host),
+        sequences=settings.max_num_seqs,
+        tokens=max_model_len,
+        step=max_model_len if chunk is None else chunk,
+        engines=settings.replicas,
+        most=sys.maxsize if ranks is None else ranks.shard.room,
+    )
+    limits = _limits(settings, prepared, spec, size, chunk)
+    context = longest_sequence(spec, limits, max_model_len)
+    if context < 2:
+        key = "kv_cache_memory" if settings.kv_cache_memory or settings.device_map is None else "device_map"
+        why = no_room(prepared.placement, findings.specs, settings.kv_cache_memory, free_bytes(findings.specs, host))
+        raise LoadFailed(f"parameters.extra.{key}: {why}")
+    return size, limits, context
 
 
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:

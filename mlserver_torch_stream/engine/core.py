@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.failures import drop_tracebacks, in_short
-from mlserver_torch_stream.engine.mailbox import Inbox, Mailbox, call_on
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats, Mailbox, call_on
+from mlserver_torch_stream.engine.failures import VllmLost, drop_tracebacks, in_short
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import Admission, QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher, BatcherReplacement, DeadBatcher
@@ -33,6 +33,43 @@ from mlserver_torch_stream.errors import GenerationFailed, NotServing
 from mlserver_torch_stream.types import FinishReason, ModelInfo, TokenEvent
 
 logger = logging.getLogger(__name__)
+
+
+class Inbox:
+    """Holds actions for the engine's thread.
+
+    Any thread may call ``post`` and ``close``; only the engine's thread may call the other methods.
+    """
+
+    def __init__(self) -> None:
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._close_lock = threading.Lock()  # no action is posted between the last look and the end
+        self._closed = False
+
+    def post(self, action: Callable[[], None]) -> bool:
+        """Returns False if the inbox is closed: the action will not run."""
+        with self._close_lock:
+            if self._closed:
+                return False
+            self._actions.put(action)
+            return True
+
+    def close(self) -> None:
+        """Refuses all later actions. Wakes the engine's thread if it waits."""
+        with self._close_lock:
+            self._closed = True
+            self._actions.put(lambda: None)
+
+    def wait(self) -> None:
+        """Sleeps until there is an action, and runs it."""
+        self._actions.get()()
+
+    def take_in(self, *, last: bool) -> None:
+        """Runs all queued actions. With ``last`` the inbox is closed afterwards."""
+        with self._close_lock if last else nullcontext():
+            self._closed = self._closed or last
+            while not self._actions.empty():
+                self._actions.get()()
 
 
 class EngineCore:
@@ -297,7 +334,8 @@ class EngineCore:
         except BaseException as error:
             if self._dead is not None:
                 return None
-            logger.exception("the engine's thread failed; every stream ends with an error")
+            trace = None if isinstance(error, VllmLost) else error  # a lost process has no line of ours to blame
+            logger.error("the engine failed, and every stream ends with an error: %s", error, exc_info=trace)
             drop_tracebacks(error)
             return error
 

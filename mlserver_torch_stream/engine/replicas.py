@@ -9,7 +9,7 @@ from threading import Lock
 
 import torch
 
-from mlserver_torch_stream.engine.api import Engine, EngineRequest, EngineStats, TokenStream
+from mlserver_torch_stream.engine.api import Engine, EngineRequest, EngineStats, Mailbox
 from mlserver_torch_stream.engine.failures import StepTimeout
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, QueueFull
@@ -62,7 +62,7 @@ class ReplicatedEngine:
     def overdue(self) -> str | None:
         return _of_all([replica.overdue for replica in self._replicas])
 
-    def submit(self, requests: Sequence[EngineRequest]) -> TokenStream:
+    def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Submits the requests to one replica: the least loaded one that is alive and accepts them.
 
         If one replica refuses the requests, the next may accept them, because caches can differ in size if other models

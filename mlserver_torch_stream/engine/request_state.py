@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox, call_on
 from mlserver_torch_stream.engine.failures import log_failure
-from mlserver_torch_stream.engine.mailbox import Mailbox, call_on
 from mlserver_torch_stream.engine.text.answer_writer import AnswerCodec, AnswerWriter, StopStrings
 from mlserver_torch_stream.types import FAILURES, FinishReason, SamplingParameters, TokenEvent, TokenLogprob, Usage
 

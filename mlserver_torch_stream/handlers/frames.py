@@ -116,7 +116,7 @@ def _lengths(data: bytes | bytearray, start: int = 0, max_bytes: int = MAX_BYTES
 def _header(encoded: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     try:
         header = parse(encoded)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenFrame(f"the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise BrokenFrame("the header is not a JSON object")

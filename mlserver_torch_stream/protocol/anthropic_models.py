@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len, MaxLen, MinLen
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mlserver_torch_stream.protocol.bodies import (
     FAIL_FAST,
@@ -21,21 +21,31 @@ from mlserver_torch_stream.protocol.bodies import (
     OrList,
     Refused,
     Text,
+    wrong,
 )
 from mlserver_torch_stream.protocol.chat import MAX_TOOL_NAME, MAX_TOOLS, MessageMetadata
 from mlserver_torch_stream.protocol.openai_models import Generation, NotNegative, Positive, Strings
 from mlserver_torch_stream.protocol.parameters import MAX_STOP_STRINGS
+from mlserver_torch_stream.protocol.values import shown
 
 _Cached = Annotated[Any, Ignored()]  # no marks are needed, since every prefix is cached
 
 
 class TextBlock(Body):
-    """Text of a message, of the system prompt or of a tool's result."""
+    """A text block of a message, of the system prompt or of a tool's result."""
 
-    type: Annotated[Literal["text"], Because("only blocks of text are implemented")]
+    type: Literal["text"]
     text: Text
     cache_control: _Cached = None
     citations: Annotated[Any, Ignored()] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """Refuses a block of another type by its type, and not by a key that blocks of text lack."""
+        if isinstance(value, dict) and value.get("type") != "text":
+            raise wrong(f"only blocks of text are implemented, got {shown(value.get('type'))}", "type")
+        return value
 
 
 class ThinkingBlock(Body):
@@ -134,14 +144,17 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """How much the model reasons, and what its answer must match."""
+    """How much the model reasons, and the schema that its answer must match."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 # The values of context_management that Claude Code sends, which remove nothing from the conversation.
-_KEEPS_ALL: tuple[Any, ...] = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+_KEEPS_ALL: tuple[Any, ...] = (
+    {"edits": []},
+    *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})),
+)
 
 
 class CountTokensRequest(Generation):

@@ -20,12 +20,11 @@ _OWN_NAMES = (
 _OF_A_TOOL = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")
 _OWN_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = frozenset({"reasoning_effort", "enable_thinking"})
-_OWN_EFFORTS = {"max": "xhigh"}  # the highest effort of a chat
 _CONVERTED = frozenset({"messages", "system", "tools", "tool_choice", "output_config", "stop_sequences"})
 
 
 def own_name(field: str) -> str:
-    """Returns the name that Anthropic's body has for ``field`` of a chat's body."""
+    """Returns the name in Anthropic's body of the parameter that is called ``field`` in a chat's body."""
     for inner, own in _OWN_NAMES:
         if field == inner or field.startswith((f"{inner}.", f"{inner}[")):
             return own + field[len(inner) :]
@@ -54,7 +53,7 @@ def chat_body(taken: Mapping[str, Any], info: ModelInfo) -> dict[str, Any]:
         body.update(_tool_choice(_said(taken["tool_choice"])))
     output = _said(taken.get("output_config", {}))
     if "effort" in output and (info.reasons or info.template_arguments & _EFFORTS):  # others have no effort to set
-        body["reasoning_effort"] = _OWN_EFFORTS.get(output["effort"], output["effort"])
+        body["reasoning_effort"] = output["effort"]
     if "format" in output:
         schema = {"schema": output["format"]["schema"]}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}

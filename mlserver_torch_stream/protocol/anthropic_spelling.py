@@ -1,4 +1,4 @@
-"""The spelling of Anthropic's Messages API: streamed and whole messages, errors, and the count of a prompt's tokens."""
+"""Reads and writes Anthropic's Messages API: streamed and whole messages, errors, and token counts of prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlserver_torch_stream.types import GenerationRequest, ModelInfo
 
 
 class AnthropicMessages(OpenAISpelling):
-    """The spelling of ``/v1/messages``. Events of a stream have names, and no ``[DONE]`` follows the last one."""
+    """Reads and writes ``/v1/messages``. The events of a stream have names, and no ``[DONE]`` follows them."""
 
     prompt = MESSAGES
     body: type[Body] = MessagesRequest
@@ -61,7 +61,7 @@ class AnthropicMessages(OpenAISpelling):
 
 
 class AnthropicTokenCount(PromptSpelling, AnthropicMessages):
-    """The spelling of ``/v1/messages/count_tokens``: counts the tokens of messages, tools and system prompt."""
+    """Reads and writes ``/v1/messages/count_tokens``, which counts the tokens of messages, tools and system prompt."""
 
     body = CountTokensRequest
 

@@ -39,7 +39,7 @@ class _Block:
     pieces: list[str] = field(default_factory=list)
 
     def whole(self) -> JsonObject:
-        """Returns the complete block; a call that was cut off has an empty input."""
+        """Returns the complete block. A tool call that was cut off gets an empty input."""
         said = "".join(self.pieces)
         if self.kind != _CALL:
             return {**self.shown, self.kind: said}
@@ -108,7 +108,7 @@ class MessagesStream:
             yield from self._add(_CALL, call.arguments, shown, call.index)
 
     def _add(self, kind: str, said: str, shown: JsonObject, call: int = -1) -> Iterator[JsonObject]:
-        """Adds to the last block. If the last block has another kind or call, ends it and begins a new one."""
+        """Adds to the last block. Ends the last block and begins a new one if the kind or the tool call has changed."""
         if not self._blocks or (self._blocks[-1].kind, self._blocks[-1].call) != (kind, call):
             yield from self._close()
             self._blocks.append(_Block(kind, {"type": kind, **shown}, call))

@@ -1,4 +1,5 @@
-"""The base class of the models of request bodies, which turns pydantic's errors into InvalidInput that names the field.
+"""Defines the base class of the pydantic models of request bodies. It turns pydantic's errors into InvalidInput errors
+that name the field.
 
 A field that is null counts as absent.
 """
@@ -128,7 +129,7 @@ class Refused:
 
 
 def _exactly(value: Any) -> dict[str, Any]:
-    """Returns the JSON schema that only this value matches; the value may be a list of at most one element."""
+    """Returns a JSON schema that only this value matches. A list may have at most one element."""
     if isinstance(value, list):
         items = _exactly(value[0]) if value else {}
         return {"type": "array", "minItems": len(value), "maxItems": len(value), "items": items}
@@ -139,12 +140,14 @@ def _exactly(value: Any) -> dict[str, Any]:
 
 
 def wrong(message: str, key: str | None = None) -> PydanticCustomError:
-    """Makes the error of the value that is being validated, or of its field ``key``."""
+    """Returns an error for the value that is being validated, or for its field ``key``."""
     return PydanticCustomError("wrong", "{message}", {"message": message, "key": key})
 
 
 def _whole(value: Any) -> Any:
-    """Turns a float without fraction into an int; the JSON parser reads integers below -(2**63) as floats."""
+    """Turns a whole float into an int. An int below -(2**63) stays a float, because the JSON parser has already rounded
+    it.
+    """
     return int(value) if type(value) is float and value.is_integer() and value > -(2**63) else value
 
 
@@ -212,7 +215,7 @@ def read(body: Mapping[str, Any], model: type[M]) -> M:
 
 
 def taken_values(body: Mapping[str, Any], model: type[Body], most: int) -> dict[str, Any]:
-    """Validates a body as ``model``, and returns the parameters that have an effect.
+    """Validates a body with the pydantic model ``model``, and returns the parameters that have an effect.
 
     ``most`` is the largest number of list elements that are validated. Raises InvalidInput, which names the parameter
     that is missing, wrong, unknown or not implemented.
@@ -239,7 +242,7 @@ def treatment(field: Any) -> str:
 
 
 def _field(place: str, value: Any, found: ErrorDetails) -> str:
-    """Returns the path of a wrong field, without the names of union members that pydantic puts into it."""
+    """Returns the path of a wrong field, without the names of union members that pydantic inserts."""
     missing = found["type"] == "missing"
     for step in found["loc"][:-1] if missing else found["loc"]:
         if isinstance(step, int) and isinstance(value, list):

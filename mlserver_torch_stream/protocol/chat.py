@@ -1,4 +1,6 @@
-"""Validates a conversation: messages as in OpenAI's API, the tools that the answer may call, and template arguments."""
+"""Validates a conversation: its messages, which are as in OpenAI's API, the tools that the answer may call, and the
+template's arguments.
+"""
 
 from __future__ import annotations
 
@@ -70,16 +72,23 @@ class TextPart(Body, extra="ignore"):
 
 
 class MessageMetadata(Body):
-    """Fields that proxies and SDKs add to an answer, and so send back with it. Chat templates do not see them."""
+    """Fields that proxies and SDKs add to an answer, and then send back in the conversation. Chat templates do not see
+    them.
+    """
 
     provider_specific_fields: Any = None
     cache_control: Any = None
     id: Any = None
     reasoning_details: Any = None
+    thinking_blocks: Any = None  # LiteLLM, beside reasoning_content
+    reasoning_items: Any = None  # LiteLLM, beside reasoning_content
+    parsed: Any = None  # the openai SDK's chat.completions.parse, beside content
 
 
 class ChatMessage(MessageMetadata):
-    """A message of a conversation. An earlier answer may have the form in which an SDK or a proxy dumps it."""
+    """A message of a conversation. An earlier answer may have the fields that an SDK or a proxy adds when it serializes
+    the answer.
+    """
 
     role: NonEmpty
     content: OrList[Text, Annotated[list[TextPart], FAIL_FAST, SPENDS]] | None = None
@@ -117,7 +126,7 @@ def check_tools(field: str, value: Any) -> Tools:
 
 
 def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[Tools | None, ToolChoice]:
-    """Returns the tools for the chat template, and the choice of those that the answer may call.
+    """Returns the tools for the chat template, and which of them the answer may call.
 
     Raises InvalidInput.
     """
@@ -155,7 +164,9 @@ def _check_calls_end(functions: Sequence[Mapping[str, Any]], only: str | None) -
 
 
 def parsed_calls(field: str, position: int, calls: Any) -> list[Any]:
-    """Returns a message's calls with parsed arguments: OpenAI's API has JSON text there, and templates read objects."""
+    """Returns a message's calls with parsed arguments: in OpenAI's API the arguments are JSON text, but templates
+    expect objects.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidInput(field, f"tool_calls of message {position} must be a list of objects, got {shown(calls)}")
     return [_parsed(field, f"call {number} of message {position}", call) for number, call in enumerate(calls)]
@@ -168,11 +179,11 @@ def _parsed(field: str, place: str, call: Mapping[str, Any]) -> Mapping[str, Any
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     arguments = parsed_arguments(field, f"the arguments of {place} ", function["arguments"])
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def parsed_arguments(field: str, subject: str, text: str) -> dict[str, Any]:
-    """Parses the arguments of a call. Raises InvalidInput, whose sentence begins with ``subject``."""
+    """Parses the arguments of a call. Raises InvalidInput, whose message begins with ``subject``."""
     try:
         arguments = parse_json(text or "{}")
     except ValueError as error:
@@ -265,9 +276,9 @@ def _check_message(field: str, position: int, message: Any, budget: ElementBudge
 
 
 def _check_names(field: str, position: int, role: str, name: Any) -> None:
-    """Raises InvalidInput unless the role and the name are harmless in a prompt.
+    """Raises InvalidInput unless the role and the name are safe to put into a prompt.
 
-    Templates write both unfiltered, so neither may contain a template's marks or a line break.
+    Templates insert both without escaping, so neither may contain a template's marks or a line break.
     """
     if len(role) > MAX_NAME or not NAME_CHARACTERS.issuperset(role):
         may = f"may have up to {MAX_NAME} letters, digits, '_', '-' and '.'"

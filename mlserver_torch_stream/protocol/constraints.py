@@ -66,7 +66,7 @@ class _Search:
         self._visits = self._depth = 0
 
     def is_finite(self, part: Any) -> bool:
-        """Whether the part has a finite instance. Raises InvalidInput if that takes too many visits."""
+        """Whether the part has a finite instance. Raises InvalidInput if the search takes too many steps."""
         self._visits += 1
         self._depth += 1
         if self._visits > _MAX_VISITS or self._depth > _MAX_DEPTH:
@@ -246,7 +246,7 @@ def text(value: Any, info: ModelInfo) -> str:
 
 
 def of_guide(kind: str, guide: str | None) -> Constraint:
-    """Makes the constraint of TensorRT-LLM's two parameters, its kind and its guide. Raises InvalidInput."""
+    """Makes a constraint from TensorRT-LLM's two parameters, the kind and the guide. Raises InvalidInput."""
     if kind == "json":
         return Constraint(ConstraintKind.JSON_OBJECT, "", GUIDE_TYPE)
     if guide is None:
@@ -266,7 +266,7 @@ def _of_kind(kind: str, value: Any, field: str) -> Constraint:
 
 
 def _of_schema(schema: Any, field: str) -> Constraint:
-    """Makes the constraint of a schema, which is an object or JSON text. The order of its properties is kept."""
+    """Makes a constraint from a schema, which is an object or JSON text. The schema's properties keep their order."""
     if isinstance(schema, str):
         schema = values.named(field, values.parse_json, schema)
     if not isinstance(schema, Mapping):

@@ -1,6 +1,7 @@
 """Translates tools of OpenAI's Responses API that are not plain functions into functions, and their calls back.
 
-A custom tool becomes a function with one string, ``input``. A tool in a namespace gets the namespace into its name.
+A custom tool becomes a function with one string argument, ``input``. For a tool in a namespace, the function's name
+includes the namespace.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def function_name(name: str, namespace: str | None) -> str:
 def without_hosted(body: Mapping[str, Any], known: Collection[str | None]) -> tuple[Mapping[str, Any], list[str]]:
     """Removes the tools whose types are not in ``known``, if the server ignores unknown parameters.
 
-    Returns the body and the names of the removed tools; otherwise the unchanged body and an empty list.
+    Returns the body, and the names of the removed tools.
     """
     tools = body.get("tools")
     if not isinstance(tools, list):
@@ -50,7 +51,7 @@ def without_hosted(body: Mapping[str, Any], known: Collection[str | None]) -> tu
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """The tool for which a function stands, as a call of it is written for the client."""
+    """The name of the tool that a function stands for, as a call for the client contains it."""
 
     name: str
     namespace: str | None
@@ -58,7 +59,7 @@ class NamedTool:
 
 
 def named_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, NamedTool]:
-    """Returns the tools that are not plain functions, by the name of the function that stands for each."""
+    """Returns the tools that are not plain functions; each key is the name of the function that stands for the tool."""
     found = {}
     for tool, namespace in _flat(tools):
         named = NamedTool(tool["name"], namespace, tool["type"] == "custom")
@@ -104,7 +105,7 @@ def _pattern(name: str, said: Mapping[str, Any]) -> str | None:
 
 
 class ArgumentText:
-    """Extracts the text of a custom tool's call from the function's arguments, which come in pieces."""
+    """Extracts the input text of a custom tool's call from the function's arguments, which arrive in pieces."""
 
     def __init__(self) -> None:
         self._arguments = ""  # the arguments before the text begins
@@ -112,7 +113,7 @@ class ArgumentText:
         self._begun = False
 
     def push(self, piece: str) -> str:
-        """Returns the text that is complete with this piece."""
+        """Returns the part of the text that this piece completes."""
         if not self._begun:
             self._arguments += piece
             begin = _BEGIN.match(self._arguments)
@@ -127,5 +128,5 @@ class ArgumentText:
         return text
 
     def flush(self) -> str:
-        """Returns the arguments as they are if they do not have the expected form; else an empty string."""
+        """Returns the unchanged arguments if they do not have the expected form; else an empty string."""
         return "" if self._begun else self._arguments

@@ -1,4 +1,5 @@
-"""The flat JSON of Triton's generate extension: a request has ``text_input``, and an event has ``text_output``.
+"""Reads and writes the flat JSON of Triton's generate extension: a request has ``text_input``, and an event
+``text_output``.
 
 The names come from the Open Inference Protocol's generate extension.
 """
@@ -61,7 +62,9 @@ def split_by_token(event: TokenEvent) -> Sequence[TokenEvent]:
 
 
 def _reason(reason: FinishReason | None, stop_reason: int | str | None) -> str | None:
-    """Returns the extension's name of a finish reason; a reason that it lacks, such as ``timeout``, keeps our name."""
+    """Returns the extension's name for a finish reason. Reasons that the extension does not have, such as ``timeout``,
+    keep our name.
+    """
     if reason is FinishReason.STOP:
         return "eos_token" if stop_reason is None else "stop_sequence"
     return None if reason is None else reason.value
@@ -86,9 +89,9 @@ _ALWAYS_LISTS = frozenset({names.TOKEN_IDS})
 
 
 class FlatGenerate(Spelling):
-    """The spelling of flat JSON. Parameters stand at the top level or in ``parameters``.
+    """Reads and writes flat JSON. Parameters are at the top level or in ``parameters``.
 
-    It accepts every body with ``text_input``, and every body without V2's list ``inputs``.
+    It accepts every body that has ``text_input`` or does not have V2's list ``inputs``.
     """
 
     def accepts(self, body: Mapping[str, Any]) -> bool:
@@ -131,9 +134,9 @@ class FlatStreamReply:
         self._details = request.reply.details
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """Returns the objects of one event; with details, one object for each token.
+        """Returns the objects of one event. With ``details`` there is one object for each token.
 
-        If a sequence failed, the request's last object has its ``error``.
+        If a sequence has failed, the last object of the request contains its ``error``.
         """
         return [self._object(each) for each in (split_by_token(event) if self._details else (event,))]
 
@@ -154,9 +157,7 @@ class FlatStreamReply:
 
 
 class FlatUnaryReply(WholeReply):
-    """One object for a whole request. A value with one element is written as that element, any other value as a
-    list.
-    """
+    """One object for a whole request. A value with one element is written as that element, all others as a list."""
 
     def body(self) -> JsonObject:
         reply = head(self._context, self._request.request_id)
@@ -179,7 +180,7 @@ def _texts(value: Any, most: int) -> list[str]:
 
 
 def _no_text(body: Mapping[str, Any]) -> InvalidInput:
-    """Returns the error for a body without a prompt; it names the key that probably holds the prompt."""
+    """Returns the error for a body without a prompt. It names the key that probably contains the prompt."""
     alias = next((key for key in names.PROMPT_TENSORS if key in body), None)
     few = (values.printable(key) for key in islice(body, _MAX_KEYS))
     near = alias or next((key for key in few if nearest_name(key, names.TEXT_TENSORS, 0.7)), None)

@@ -1,6 +1,6 @@
 """Translates a Lark grammar into one regular expression, which is possible if no rule refers to itself.
 
-The input of a custom tool is a string in the JSON of a call, and a JSON schema can constrain a string by a regular
+It is needed because the input of a custom tool is a JSON string, which a JSON schema can constrain by a regular
 expression but not by a grammar.
 """
 
@@ -42,7 +42,7 @@ _TOKEN = re.compile(
 def regex_of_lark(definition: str) -> str:
     """Returns the expression of the rule ``start``.
 
-    Raises ValueError. The text of the error is the end of a sentence whose subject is the grammar.
+    Raises ValueError. The error's message has no subject; the caller puts the grammar's name before it.
     """
     if len(definition) > _MAX_CHARACTERS:
         raise ValueError(f"has more than {_MAX_CHARACTERS} characters")

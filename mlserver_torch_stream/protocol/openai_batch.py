@@ -36,9 +36,9 @@ def read_custom_id(line: Mapping[str, Any], fallback: str) -> str:
 
 
 def read_body(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the request of a line, with its prompt as ``messages`` or ``prompt``.
+    """Returns the request in a line; its prompt is in ``messages`` or ``prompt``.
 
-    A line without ``body`` is itself the request, beside its ``custom_id``. Raises InvalidInput.
+    A line without ``body`` is itself the request, except for the key ``custom_id``. Raises InvalidInput.
     """
     if "body" not in line:
         return _checked({key: value for key, value in line.items() if key != "custom_id"})
@@ -72,7 +72,7 @@ def answer_line(
     """Returns the output line of a request that was answered.
 
     The line's ids are made from ``name``. ``place`` holds keys that OpenAI's lines do not have. ``created``, in seconds
-    since the epoch, is written into a body that is an OpenAI object.
+    since the epoch, is written into the body if the body is an OpenAI object.
     """
     known = _HEADS.get(str(body.get("object")))
     if known is not None:
@@ -167,7 +167,7 @@ class ChunkFold:
             _merge(self._choices.setdefault(choice["index"], {"index": choice["index"]}), choice)
 
     def whole(self) -> dict[str, Any]:
-        """Returns the answer, with ``message`` in place of ``delta``."""
+        """Returns the whole answer, whose choices have ``message`` instead of ``delta``."""
         kind = self._head.get("object")
         head = {**self._head, "object": _WHOLE.get(kind, kind)} if kind is not None else self._head
         return {**head, "choices": [_choice(self._choices[index]) for index in sorted(self._choices)]}
@@ -200,7 +200,9 @@ def _merge(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
 
 
 def _extend(whole: list[Any], piece: list[Any]) -> None:
-    """Appends a list; an element with an ``index``, such as a tool call, is joined to the element of that index."""
+    """Appends a list. An element with an ``index``, such as a tool call, is merged with the earlier element of the same
+    index.
+    """
     for element in piece:
         index = element.get("index") if isinstance(element, dict) else None
         known = next((each for each in whole if index is not None and each.get("index") == index), None)
@@ -211,7 +213,7 @@ def _extend(whole: list[Any], piece: list[Any]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Copies a value, so that later chunks may change it."""
+    """Copies a value, so that later chunks can be merged into the copy."""
     if isinstance(value, dict):
         return {key: _copy(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Declares OpenAI's files and batches: their ids, bodies and queries, and their part of the OpenAPI document.
+"""Declares the ids, bodies and queries of OpenAI's files and batches, and their part of the OpenAPI document.
 
 ``openai_batch`` reads and writes the lines of the files.
 """
@@ -62,14 +62,14 @@ class BatchRequest(Body):
 
 
 class BatchQuery(Body, strict=False):
-    """The query of the list of batches. The page begins after the object with the id ``after``."""
+    """The query parameters for listing batches. The page begins after the object with the id ``after``."""
 
     limit: Annotated[int, Ge(1), Le(100)] = 20
     after: _BatchId | None = None
 
 
 class FileQuery(Body, strict=False):
-    """The query of the list of files. ``order`` sorts by age."""
+    """The query parameters for listing files. ``order`` sorts by age."""
 
     limit: Annotated[int, Ge(1), Le(10_000)] = 10_000
     after: _FileId | None = None

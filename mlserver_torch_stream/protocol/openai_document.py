@@ -131,7 +131,7 @@ def openai_document() -> JsonObject:
 
 
 def _generating(operation: str, summary: str, name: str, events: str = "") -> JsonObject:
-    """Returns an operation that generates. ``events`` describes the data of its stream's events, by default chunks."""
+    """Returns an operation that generates. ``events`` describes the data of the stream's events (default: chunks)."""
     whole = {"schema": reference(name)}
     data = {"type": "string", "description": events or f"A {name}Chunk as JSON, an Error as JSON, or [DONE]."}
     streamed = {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
@@ -237,7 +237,7 @@ def _with(described: JsonObject, **optional: Schema) -> JsonObject:
 def _answer(kind: str, *, usage: bool, **text: Schema) -> JsonObject:
     """Returns the schema of an object of OpenAI's API. ``text`` is the schema of a choice's text.
 
-    With ``usage`` the object always has a usage; a chunk has one only if ``stream_options`` asks for it.
+    With ``usage`` the object always has the field ``usage``; a chunk has it only if ``stream_options`` asks for it.
     """
     choice = object_schema(index=COUNT, logprobs={"type": ["object", "null"]}, finish_reason=_FINISH_REASON, **text)
     fields: dict[str, Schema] = {"id": STRING, "object": {"enum": [kind]}, "created": COUNT, "model": STRING}

@@ -1,6 +1,6 @@
 """Declares the bodies of OpenAI's requests: chat completions, completions and responses.
 
-The decoder and the OpenAPI document both use these models. Each parameter is marked as taken, ignored or refused.
+The decoder and the OpenAPI document both use these models. Each parameter is marked as supported, ignored or refused.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Generation(_OfEveryBody, NamedModel, extra="forbid"):
 
 
 class StreamOptions(Body):
-    """Which token counts a stream shows beside its choices."""
+    """Which token counts a stream contains in addition to its choices."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -161,7 +161,7 @@ def _kind_of_prompt(prompt: Any) -> str | None:
 class CompletionRequest(_Choices):
     """The body of ``/v1/completions``. Without ``max_tokens`` the answer has at most 256 tokens.
 
-    Its prompt is a text, a list of texts, a list of ids, or a list of such lists.
+    The prompt is a text, a list of texts, a list of token ids, or a list of such lists.
     """
 
     prompt: Annotated[
@@ -251,6 +251,8 @@ class InputCallOutput(_Item):
     call_id: Text
     output: _Parts
     caller: Annotated[JsonObject | None, Ignored()] = None
+    name: Annotated[Text | None, Ignored()] = None  # the call has both
+    namespace: Annotated[Text | None, Ignored()] = None
 
 
 class InputReasoning(_Item):
@@ -329,7 +331,7 @@ _Callable = Annotated[ResponseFunction, Tag("a function")] | Annotated[CustomToo
 
 
 class NamespaceTool(Body, extra="ignore"):
-    """A group of tools; a call of one names the tool and this namespace."""
+    """A group of tools. A call names the tool and this namespace."""
 
     type: Literal["namespace"]
     name: Annotated[str, Len(1, MAX_TOOL_NAME)]
@@ -363,7 +365,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How much the model reasons. No summary is ever written; the value ``auto`` allows that."""
+    """How much the model reasons. The server never writes a summary, which the value ``auto`` permits."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -414,7 +416,7 @@ class ModelResponseRequest(_Talk):
     conversation: Annotated[Any, Refused()] = None
     prompt: Annotated[Any, Refused()] = None
     max_tool_calls: Annotated[Any, Refused()] = None
-    context_management: Annotated[Any, Refused()] = None
+    context_management: Annotated[Any, Refused(([],))] = None
     access_programs: Annotated[Any, Refused()] = None
     background_options: Annotated[Any, Refused()] = None
     image: Annotated[Any, Refused()] = None

@@ -32,12 +32,12 @@ class TokenCounts(Protocol):
 
     @property
     def reasoning_tokens(self) -> int:
-        """The number of completion tokens that are reasoning before the answer."""
+        """The number of completion tokens that belong to the reasoning before the answer."""
 
 
 @dataclass(slots=True)  # a frozen one takes five times as long to create
 class ChatChoice:
-    """One sequence's answer, or a part of it. A finish reason that is a str was sent by another server."""
+    """One sequence's answer, or a part of it. A finish reason is a str if it comes from another server."""
 
     index: int
     text: str
@@ -88,7 +88,9 @@ class ChatCompletion(CompletionBuilder):
         }
 
     def chunk(self, choice: ChatChoice, *, first: bool, usage: TokenCounts | None) -> dict[str, Any]:
-        """Returns a chunk. ``first`` marks the choice's first one; the request's last one may have a ``usage``."""
+        """Returns a chunk. ``first`` is true for the first chunk of a choice. Only the last chunk of a request may have
+        a ``usage``.
+        """
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
         delta.update(_reasoning(choice))
         if choice.text or (first and not choice.tool_calls):
@@ -106,7 +108,7 @@ def _message(choice: ChatChoice) -> dict[str, Any]:
 
 
 def _reasoning(choice: ChatChoice) -> dict[str, Any]:
-    """Returns the reasoning under both names that clients read; OpenAI's API has no field for it."""
+    """Returns the reasoning under the two names that clients know; OpenAI's API has no field for it."""
     return {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning} if choice.reasoning else {}
 
 
@@ -183,7 +185,7 @@ def _named(token_id: int, logprob: float | None, token: bytes | None) -> dict[st
 def finite(logprob: float | None) -> float | None:
     """Returns a log-probability that JSON can express.
 
-    As in OpenAI's API, an impossible token has -9999.0, and the first token of a prompt null.
+    As in OpenAI's API, it is -9999.0 for an impossible token, and null for the first token of a prompt.
     """
     return logprob if logprob is None or math.isfinite(logprob) else -9999.0
 
@@ -210,7 +212,7 @@ def usage_of(tally: TokenCounts) -> dict[str, Any]:
 
 
 def completion(chat: bool, model: str, choices: Sequence[ChatChoice], counts: TokenCounts) -> dict[str, Any]:
-    """Returns an answer's object without its id, its time and its number of cached tokens."""
+    """Returns an answer's object with an empty id and the time 0, and without the number of cached tokens."""
     whole = (ChatCompletion if chat else TextCompletion)("", model, 0).whole(choices, counts)
     whole["usage"].pop("prompt_tokens_details", None)
     return whole

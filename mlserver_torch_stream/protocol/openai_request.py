@@ -86,7 +86,7 @@ def _text(place: str, text: Any) -> TextPrompt:
 
 
 def _tokens(place: str, ids: Any, info: ModelInfo) -> TokensPrompt:
-    """Returns a prompt of ids. If it is longer than the context, it is refused before its ids are checked."""
+    """Returns a prompt of ids. A list longer than the context is refused before its ids are checked."""
     if not isinstance(ids, list):
         raise InvalidInput(place, f"must be a list of token ids, got {values.shown(ids)}")
     if not ids:

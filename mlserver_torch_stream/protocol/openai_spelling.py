@@ -1,4 +1,6 @@
-"""The spellings of OpenAI's chat completions, completions and responses: streamed and whole replies, and errors."""
+"""Reads and writes OpenAI's chat completions, completions and responses: requests, streamed and whole replies, and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ class OpenAISpelling(Spelling):
         return body[_MODEL], body.get(_MODEL_VERSION)
 
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
-        """Returns the header ``X-Request-Id``; an empty string if a reply's header could not repeat it."""
+        """Returns the header ``X-Request-Id``; an empty string if it could not be repeated in the reply's headers."""
         given = headers.get(REQUEST_ID, "")
         return given if len(given) <= MAX_ID_CHARACTERS and given.isascii() and given.isprintable() else ""
 
@@ -99,7 +101,7 @@ class OpenAISpelling(Spelling):
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
         """Returns status and body.
 
-        The engine's errors have V2's name of the prompt, which is replaced by the endpoint's.
+        The engine's errors contain V2's name for the prompt; it is replaced by the name at this endpoint.
         """
         message, field = error.message, error.field
         if field == names.TEXT_INPUT:
@@ -115,12 +117,12 @@ class OpenAISpelling(Spelling):
     def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         """Returns the validated parameters in the form of a chat or a completion.
 
-        Raises InvalidInput for parameters that contradict each other, which no schema can find.
+        Raises InvalidInput for parameters that contradict each other, which a schema cannot express.
         """
 
 
 class OpenAIChat(OpenAISpelling):
-    """The spelling of ``/v1/chat/completions``."""
+    """Reads and writes ``/v1/chat/completions``."""
 
     prompt = MESSAGES
     body: type[Body] = ChatCompletionRequest
@@ -132,13 +134,13 @@ class OpenAIChat(OpenAISpelling):
         return OpenAIWhole(request, ChatCompletion(request.request_id, context.model_name, context.created))
 
     def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
-        if "top_logprobs" in taken and not taken.get("logprobs"):
+        if taken.get("top_logprobs") and not taken.get("logprobs"):
             raise InvalidInput("top_logprobs", "needs logprobs: true")
         return taken
 
 
 class OpenAICompletions(OpenAISpelling):
-    """The spelling of ``/v1/completions``."""
+    """Reads and writes ``/v1/completions``."""
 
     prompt = PROMPT
     body: type[Body] = CompletionRequest
@@ -169,7 +171,7 @@ class OpenAICompletions(OpenAISpelling):
 
 
 class OpenAIResponses(OpenAISpelling):
-    """The spelling of ``/v1/responses``. Events of a stream have names, and no ``[DONE]`` follows the last one."""
+    """Reads and writes ``/v1/responses``. The events of a stream have names, and no ``[DONE]`` follows them."""
 
     prompt = INPUT
     body: type[Body] = ModelResponseRequest

@@ -26,12 +26,12 @@ BAD_REQUEST = 400
 
 
 def openai_status(status: int) -> int:
-    """Returns OpenAI's status for one of V2's: bad input is 400 there, and 422 in V2."""
+    """Converts V2's status to OpenAI's: for bad input V2 has 422, and OpenAI 400."""
     return BAD_REQUEST if status == InvalidInput.status else status
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Returns the value of ``error`` in a body."""
+    """Returns the object under the key ``error`` of a body."""
     return {"message": message, "type": _kind(status), "param": param, "code": code}
 
 
@@ -138,7 +138,7 @@ class CompletionStream(OpenAIStream):
 
 
 class OpenAIWhole:
-    """Collects the token events of a request that is not streamed, and writes its one object."""
+    """Collects the token events of a request that is not streamed, and builds the one object of the reply."""
 
     def __init__(self, request: GenerationRequest, builder: ChatCompletion | TextCompletion) -> None:
         self._collected = CollectedReply(request)

@@ -20,7 +20,7 @@ REQUEST_ID: JsonObject = {"description": "The request's X-Request-Id, or one tha
 
 
 def object_schema(**properties: Schema) -> JsonObject:
-    """Returns the schema of an object whose properties are all required."""
+    """Returns the schema of an object with these properties, all of which are required."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -40,7 +40,7 @@ def answered(summary: str, content: JsonObject) -> JsonObject:
 
 
 class _BodySchemas(GenerateJsonSchema):
-    """Omits titles of fields and null defaults, for which generators of clients would write classes of their own."""
+    """Omits the titles of fields and null defaults, because client generators would write a separate class for each."""
 
     def field_title_should_be_set(self, schema: CoreSchema) -> bool:
         return False

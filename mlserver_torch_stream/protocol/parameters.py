@@ -12,9 +12,9 @@ from mlserver_torch_stream.types import ModelInfo
 DEFAULT_MAX_TOKENS = 256  # the default for answers to prompts; answers in conversations may fill the context
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 64
-MAX_SALT_CHARACTERS = 256
+MAX_SALT_CHARACTERS = 1024  # as in vLLM
 MAX_STRING_BYTES = 4096  # bytes of one parameter's strings, for which the engine's thread searches every answer
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 LEAST_REPETITION_PENALTY = 0.01  # it divides logits, and a smaller one makes them infinite
 
 
@@ -119,8 +119,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     _sampling("skip_special_tokens", "Leaves special tokens out of the text; default true.", values.boolean),
     _sampling(
         "cache_salt",
-        "A string of up to 256 characters; the prefix cache shares tokens only between requests with the same salt, so "
-        "that the time of an answer does not show how another client's prompt begins.",
+        "A string of up to 1,024 characters; the prefix cache shares tokens only between requests with the same salt, "
+        "so that the time of an answer does not show how another client's prompt begins.",
         values.bounded_text(MAX_SALT_CHARACTERS),
     ),
     Parameter("chat_template_kwargs", "An object for the chat template.", values.json_object),
@@ -164,7 +164,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter(
         "reasoning_effort",
-        "`none`, `minimal`, `low`, `medium`, `high` or `xhigh`, for [templates that read it](tools.md#reasoning).",
+        "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`, "
+        "for [templates that read it](tools.md#reasoning).",
         values.one_of(*get_args(Effort)),
     ),
     Parameter(

@@ -1,6 +1,6 @@
-"""Merges the levels of a request's parameters, and reads the options that all spellings share.
+"""Merges the parameters that a request has at several levels, and reads the options that all spellings share.
 
-Every function raises InvalidInput, which names the field.
+Every function may raise InvalidInput, which names the field.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Objects = tuple[Mapping[str, Any], ...]
 def merge_parameters(
     request: Mapping[str, Any], tensors: Sequence[tuple[str, Any]], sampling_tensor: str | None, info: ModelInfo
 ) -> Merged:
-    """Returns the parameters of a request by canonical name. If several levels have a parameter, the most specific
+    """Returns the parameters of a request by canonical name. If a parameter is at several levels, the most specific
     level wins.
 
     ``request`` holds the request's parameters, ``tensors`` its scalar tensors, ``sampling_tensor`` the JSON of its
@@ -88,7 +88,7 @@ def resolve_sampling(
     need_logprobs: bool = False,
     echo: bool = False,
 ) -> SamplingParameters:
-    """Returns the sampling parameters of a request; the model's defaults fill the gaps.
+    """Returns the sampling parameters of a request. Missing ones are taken from the model's defaults.
 
     ``max_tokens`` applies if neither the request nor the model sets one. With ``need_logprobs`` the reply shows
     log-probabilities; with ``echo`` it repeats the prompt.
@@ -116,7 +116,7 @@ def resolve_sampling(
 
 
 def check_defaults(info: ModelInfo) -> None:
-    """Raises InvalidInput if the model's defaults would have every request without parameters refused.
+    """Raises InvalidInput if the model's defaults are wrong, so that every request without parameters would be refused.
 
     ``load`` calls it, so that the operator sees the error and not the clients.
     """
@@ -136,21 +136,25 @@ def read_defaults(info: ModelInfo) -> Merged:
 
 
 def object_pairs(name: str, value: Any, info: ModelInfo) -> list[tuple[str, Any]]:
-    """Returns the entries of a parameter that is an object or JSON text of one. Raises InvalidInput otherwise."""
+    """Returns the entries of a parameter that is an object or the JSON text of an object. Raises InvalidInput
+    otherwise.
+    """
     return [] if value is None else list(named(name, json_object, value, info).items())
 
 
 def _as_in_openai(key: str, value: Any) -> Any:
-    """Puts a string of an OpenAI body into a list, if the parameter is a list.
+    """Puts a string from an OpenAI body into a list if the parameter may be a list.
 
-    The reader would otherwise parse it, because in other spellings a string may be a list that is written as JSON.
+    Otherwise the reader would parse the string, which in other spellings may be a list in JSON.
     """
     parameter = BY_SPELLING.get(key)
     return [value] if isinstance(value, str) and parameter is not None and parameter.several else value
 
 
 def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
-    """Raises InvalidInput for a null, into which MLServer turns a gRPC parameter of an unknown type, such as double."""
+    """Raises InvalidInput for null, because MLServer turns a gRPC parameter of an unknown type, such as double, into
+    null.
+    """
     for key, value in pairs:
         if value is None:
             if key not in BY_SPELLING:
@@ -160,7 +164,9 @@ def _refuse_null(pairs: Sequence[tuple[str, Any]]) -> None:
 
 
 def _read_level(pairs: Sequence[tuple[str, Any]], info: ModelInfo) -> dict[str, Given]:
-    """Returns one level's parameters by canonical name; as in OpenAI's API, null means that the parameter is absent."""
+    """Returns the parameters of one level by canonical name. As in OpenAI's API, null means that the parameter is
+    absent.
+    """
     level: dict[str, Given] = {}
     for spelling, value in pairs:
         if value is None:
@@ -181,9 +187,10 @@ def _differing(one: str, other: str) -> str:
 
 
 def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
-    """Returns 0, which is greedy, unless the request or the model's defaults set a parameter of sampling.
+    """Returns the temperature. It is 0, which means greedy, unless the request or the model's defaults set a sampling
+    parameter.
 
-    If the defaults have ``do_sample``, as generation configs do, it decides whether the defaults mean sampling.
+    If the defaults contain ``do_sample``, as generation configs may, it decides whether the model samples by default.
     """
     if "temperature" in given:
         return float(given["temperature"].value)
@@ -197,7 +204,7 @@ def _temperature(given: Merged, default: Merged, info: ModelInfo) -> float:
 def _logprobs(given: Merged, default: Merged, needed: bool) -> tuple[bool, int]:
     """Returns whether log-probabilities are shown, and the number of alternatives.
 
-    A request whose ``logprobs`` is false or a number overrides a default ``top_logprobs``.
+    If the request's ``logprobs`` is false or a number, it overrides a default ``top_logprobs``.
     """
     both = {**default, **given}
     wanted, counted = both["logprobs"].value if "logprobs" in both else (False, None)
@@ -272,7 +279,7 @@ def check_id(request_id: str | None) -> None:
 
 
 def read_client(headers: Mapping[str, str]) -> str:
-    """Returns the client's name, for fair shares, from a request's HTTP headers or gRPC metadata."""
+    """Returns the client's name in a request's HTTP headers or gRPC metadata, by which the queue is shared fairly."""
     return next((str(value) for key, value in headers.items() if key.lower() == names.CLIENT_HEADER), "")
 
 
@@ -329,7 +336,7 @@ def require_template(field: str, info: ModelInfo) -> None:
 
 
 def refuse_chat_options(tools: bool, given: Merged) -> None:
-    """Raises InvalidInput if a request without a conversation has tools or other options of chats."""
+    """Raises InvalidInput if a request without a conversation has tools or other options that are only for chats."""
     spellings = ["tools"] if tools else []
     spellings += [given[name].spelling for name in _CHAT_ONLY if name in given]
     if spellings:
@@ -342,7 +349,7 @@ def _read_positive(given: Merged, name: str) -> int | None:
 
 
 def with_usage(request: GenerationRequest, stream_options: Mapping[str, Any]) -> GenerationRequest:
-    """Returns the request with the usages that the validated ``stream_options`` ask for. Raises InvalidInput."""
+    """Returns the request, changed to report usage as the validated ``stream_options`` ask. Raises InvalidInput."""
     usage_message, continuous = (bool(stream_options.get(name)) for name in ("include_usage", _CONTINUOUS))
     if continuous and not usage_message:  # for this combination vLLM sends no usage at all
         raise InvalidInput(f"{_STREAM_OPTIONS}.{_CONTINUOUS}", "needs include_usage: true")
@@ -350,7 +357,9 @@ def with_usage(request: GenerationRequest, stream_options: Mapping[str, Any]) ->
 
 
 def read_stream_options(parameters: Mapping[str, Any], info: ModelInfo, *, streaming: bool) -> Mapping[str, Any]:
-    """Returns the validated ``stream_options`` among a V2 request's parameters, where Seldon's proxy puts them."""
+    """Validates and returns the ``stream_options`` among a V2 request's parameters, which is where Seldon's proxy puts
+    them.
+    """
     for name in OPENAI_BODIES:
         options = dict(object_pairs(name, parameters.get(name), info)).get(_STREAM_OPTIONS)
         if options is not None:
@@ -362,7 +371,7 @@ def read_stream_options(parameters: Mapping[str, Any], info: ModelInfo, *, strea
 
 
 def _read_constraint(given: Merged) -> Constraint | None:
-    """Returns the constraint on a request's answers; None if it has none. Raises InvalidInput if it has two."""
+    """Returns the constraint on a request's answers, or None. Raises InvalidInput if there are several."""
     ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
     if len(ways) > 1:
         raise InvalidInput(given[ways[1]].spelling, f"contradicts {given[ways[0]].spelling}")
@@ -394,7 +403,7 @@ def _read_echo(given: Merged) -> bool:
 
 
 def _check_echo(given: Merged, prompts: Sequence[Prompt], *, streaming: bool) -> None:
-    """Raises InvalidInput if ``echo`` is asked for and the reply cannot begin with the prompt."""
+    """Raises InvalidInput if the reply cannot begin with the prompt. Called only if the request asks for that."""
     spelling = "echo" if "echo" in given else "exclude_input_in_output"
     if streaming:
         raise InvalidInput(spelling, "the prompt cannot be part of a streamed reply")

@@ -42,7 +42,9 @@ def repeated_values(body: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """Writes one response in its states, from in progress to completed. ``created`` is in seconds since the epoch."""
+    """Builds the object of one response in each of its states, from in progress to completed. ``created`` is in seconds
+    since the epoch.
+    """
 
     request_id: str
     model: str
@@ -78,7 +80,9 @@ class ResponseObject:
 
 
 def response_usage(counts: TokenCounts) -> JsonObject:
-    """Returns the ``usage`` of a response. ``cache_write_tokens`` is always 0; the SDK's type requires the field."""
+    """Returns the ``usage`` of a response. ``cache_write_tokens`` is always 0, and present because the SDK's type
+    requires it.
+    """
     return {
         "input_tokens": counts.prompt_tokens,
         "input_tokens_details": {"cached_tokens": counts.cached_tokens or 0, "cache_write_tokens": 0},
@@ -97,7 +101,7 @@ def warning_item(request_id: str, index: int, message: str) -> JsonObject:
 
 
 class OutputItem(ABC):
-    """One output item while it grows. ``index`` is its position in the output.
+    """One output item whose content arrives in pieces. ``index`` is its position in the output.
 
     The messages that its methods return have no ``sequence_number`` yet.
     """
@@ -210,7 +214,7 @@ class ReasoningItem(_TextualItem):
 
 
 class CallItem(OutputItem):
-    """A call of a function, with the id to which the client's result refers."""
+    """A function call, with the id to which the result from the client refers."""
 
     prefix = "fc"
 

@@ -1,7 +1,7 @@
 """Translates the body of OpenAI's Responses API into the body of a chat completion.
 
-A parameter that chats have too is handled by the chat's row of the parameter table. Parameters that are not implemented
-are refused by name.
+A parameter that also exists for chats is handled by the chat's row in the parameter table. Parameters that are not
+implemented are refused by name.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _messages(taken: Mapping[str, Any]) -> list[dict[str, Any]]:
 class _Conversation:
     """Builds a chat's messages from the input items.
 
-    Consecutive items of reasoning, text and calls become one message, because they were one answer of the assistant.
+    Consecutive items of reasoning, text and calls become one message, because they are parts of the same answer.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Writes token events as a reply of OpenAI's Responses API: the events of a stream, or one whole response.
 
-The length of messages that repeat a whole text or response is not bounded; the length of all others is.
+Messages are bounded in length, except those that repeat a whole text or response.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class ResponsesStream:
 
 
 class ResponsesWhole:
-    """The reply to a request that is not streamed: the response with which a stream would have ended."""
+    """The reply to a request that is not streamed: the same response that would end a stream."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         self._stream = ResponsesStream(request, context)

@@ -1,6 +1,8 @@
-"""The spelling of Seldon Core 2's OpenAI translator: a conversation in parallel tensors, and OpenAI's objects in one.
+"""Reads and writes the format of Seldon Core 2's OpenAI translator: the request's conversation is in parallel tensors,
+and the reply has OpenAI's object in one tensor.
 
-Seldon's proxy passes only the tensor ``output_all`` of a reply or an error to OpenAI's clients, and drops the rest.
+Seldon's proxy passes only the tensor ``output_all`` of a reply or an error to OpenAI's clients, and drops everything
+else.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ class SeldonStreamReply(StreamReply):
         return bodies
 
     def _parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """Returns the event, or its content and its end as two events: a message holds one chunk or the usage."""
+        """Returns the event, or two events for its content and its end, because a message has room for either a chunk
+        or the usage.
+        """
         last = event.finish_reason is not None and len(self._progress.usage.unfinished) == 1
         if not (last and self._usage_message and event.error is None):
             return (event,)

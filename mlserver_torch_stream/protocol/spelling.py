@@ -1,4 +1,5 @@
-"""The interface of spellings, which read requests and write replies, and the counts that all replies share.
+"""Defines the interface of spellings, which read requests and write replies, and the token counts that all replies
+share.
 
 A new spelling is one file that derives from ``Spelling`` and one row of the table in ``spellings``.
 """
@@ -57,13 +58,13 @@ class ReplyContext:
 class StreamEncoder(Protocol):
     """Writes the messages of one streamed request.
 
-    An event of ``MAX_PER_EVENT`` tokens takes at most 48 KiB of each.
+    An event of size ``MAX_PER_EVENT`` makes a message of at most 48 KiB.
     """
 
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
-        """Returns the messages of one event; the messages of the last event include the usage and other ends.
+        """Returns the messages of one event. Those of the last event include the usage and whatever ends the reply.
 
-        Raises RequestError if a sequence has failed and in this spelling that ends the whole request.
+        Raises RequestError if a sequence has failed and a failed sequence ends the whole request in this spelling.
         """
 
     def fail(self, error: Exception) -> Sequence[JsonObject]:
@@ -84,7 +85,7 @@ class WholeEncoder(Protocol):
 
 
 class Spelling(ABC):
-    """One way to write a request and its replies. A spelling has no state; its encoders do.
+    """One format of requests and replies. A spelling has no state; the encoders that it makes do.
 
     ``keep_alive`` is the SSE block that is sent while a stream has no events; if it is empty, none is sent.
     ``event_name_field`` is the field of a message that becomes the name of its SSE event; None means no names.
@@ -102,11 +103,13 @@ class Spelling(ABC):
         return path["model_name"], path.get("model_version")
 
     def streams(self, body: Mapping[str, Any]) -> bool:
-        """Whether the body asks for a stream. Called only for paths whose body decides that."""
+        """Whether the body asks for a stream. It is called only for paths where the body decides."""
         return body.get("stream") is True
 
     def request_id(self, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
-        """Returns the client's id of the request; empty if it gives none. ``headers`` are HTTP's, in lower case."""
+        """Returns the id that the client gave the request; empty if it gave none. ``headers`` are HTTP's, in lower
+        case.
+        """
         return str(body.get("id") or "")
 
     def headers(self, request_id: str) -> Mapping[str, str]:
@@ -126,7 +129,7 @@ class Spelling(ABC):
         """Makes the encoder of a reply that is sent whole."""
 
     def attach(self, posted: PostedBody, body: JsonObject) -> tuple[JsonObject, bytes | None]:
-        """Returns the whole reply as it is sent, and the raw bytes that follow its JSON, or None if none do."""
+        """Returns the whole reply as it is sent, and the raw bytes after its JSON; None if there are no such bytes."""
         return body, None
 
     def refusal(self, error: RequestError) -> tuple[int, JsonObject]:
@@ -138,7 +141,7 @@ class PromptCodec(Protocol):
     """A model's tokenizer and chat template. Every method may take seconds, and may raise InvalidInput."""
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Returns the prompt's token ids; the chat template renders a conversation first."""
+        """Returns the prompt's token ids. A conversation is rendered with the chat template first."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Returns the text of the ids, without special tokens if ``skip_special_tokens`` is true."""
@@ -148,7 +151,7 @@ class PromptCodec(Protocol):
 
 
 class PromptSpelling(ABC):
-    """Added to spellings whose requests are about a prompt alone, so that no token is generated."""
+    """A base class of spellings whose requests concern only a prompt, so that no token is generated."""
 
     @abstractmethod
     def answer(self, request: GenerationRequest, codec: PromptCodec, info: ModelInfo) -> JsonObject:
@@ -156,7 +159,7 @@ class PromptSpelling(ABC):
 
 
 class UsageCounter:
-    """The token counts and times of one request's sequences, which their last events carry."""
+    """The token counts and times of one request's sequences, taken from their last events."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self._per_prompt = request.sampling.n
@@ -169,7 +172,7 @@ class UsageCounter:
         return sorted(self._open)
 
     def note(self, event: TokenEvent) -> bool:
-        """Notes an event. Returns True if it is the last event of the whole request."""
+        """Notes an event. Returns True if the event is the last one of the whole request."""
         if event.finish_reason is None:
             return False
         self._open.remove(event.index)
@@ -199,13 +202,13 @@ class UsageCounter:
 
     @property
     def cached_tokens(self) -> int:
-        """The number of prompt tokens, of all prompts, that came from the prefix cache."""
+        """The number of tokens in all prompts that came from the prefix cache."""
         cached = [usage.num_cached_tokens if usage is not None else 0 for usage in self._usages]
         return sum(max(cached[start : start + self._per_prompt]) for start in range(0, len(cached), self._per_prompt))
 
     @property
     def reasoning_tokens(self) -> int:
-        """The number of tokens of all sequences that are reasoning before the answer."""
+        """The number of tokens in all sequences that belong to the reasoning before the answer."""
         return sum(usage.num_reasoning_tokens for usage in self._usages if usage is not None)
 
     @property
@@ -230,7 +233,7 @@ class RunningUsage:
         self._completion_tokens = [0] * (len(request.prompts) * request.sampling.n)
 
     def before_and_after(self, event: TokenEvent) -> tuple[JsonObject, JsonObject]:
-        """Counts the event's tokens. Returns OpenAI's usage of its sequence before and after that."""
+        """Counts the event's tokens. Returns OpenAI's usage of the event's sequence without and with this event."""
         before = self._completion_tokens[event.index]
         self._completion_tokens[event.index] = after = before + len(event.token_ids)
         return usage_counts(event.num_input_tokens, before), usage_counts(event.num_input_tokens, after)
@@ -246,7 +249,7 @@ _MAX_ERROR_CHARACTERS = 512  # characters of an error in a stream, whose lines a
 
 
 def shown_values(reply: ReplyOptions) -> frozenset[str]:
-    """Returns the names of the values that a reply shows; if the request names outputs, only these."""
+    """Returns the names of the values in a reply. If the request names outputs, only those are included."""
     asked = {
         names.TEXT_OUTPUT: True,
         names.FINISH_REASON: reply.finish_reason,
@@ -265,8 +268,8 @@ def shown_values(reply: ReplyOptions) -> frozenset[str]:
 
 
 def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
-    """Returns the shown values of one event by name. Token ids and log-probabilities are lists; all other values are
-    scalars.
+    """Returns the values that a reply shows for one event, by name. Token ids and log-probabilities are lists; all
+    other values are scalars.
     """
     values: dict[str, Any] = {names.TEXT_OUTPUT: event.prompt_text + event.text} if names.TEXT_OUTPUT in shown else {}
     if event.reasoning and names.REASONING in shown:
@@ -292,7 +295,7 @@ def event_values(event: TokenEvent, shown: frozenset[str]) -> dict[str, Any]:
 
 
 def logprob_objects(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Returns tokens and their most likely alternatives as JSON objects, with natural log-probabilities."""
+    """Returns tokens and their most likely alternatives as JSON objects; log-probabilities are natural logarithms."""
     return [
         {
             "token_id": entry.token_id,
@@ -391,7 +394,7 @@ class CollectedSequence:
 
 
 class CollectedReply:
-    """The joined events of each sequence of a request."""
+    """The events of each sequence of a request, joined."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.usage = UsageCounter(request)
@@ -404,7 +407,7 @@ class CollectedReply:
         self.sequences[event.index].add(event)
 
     def values(self, shown: frozenset[str]) -> dict[str, list[Any]]:
-        """Returns the shown values by name, with one element for each sequence or prompt.
+        """Returns the values that the reply shows, by name, with one element for each sequence or prompt.
 
         The token ids of all sequences are one flat list.
         """
@@ -447,7 +450,7 @@ class CollectedReply:
 
 
 class WholeReply(CollectedReply):
-    """Collects a reply that is sent whole, with the names of the values that it shows."""
+    """Collects a reply that is sent whole, and holds the names of the values that the reply shows."""
 
     def __init__(self, request: GenerationRequest, context: ReplyContext) -> None:
         super().__init__(request)

@@ -1,4 +1,4 @@
-"""The table of REST paths, each with its spellings in the order in which they are tried.
+"""The table of REST paths. The spellings of a path are tried in order.
 
 A new spelling gets a row here; a runtime may have rows of its own in its attribute ``rest_routes``.
 """

@@ -1,4 +1,6 @@
-"""The spelling of vLLM's ``/tokenize`` and ``/detokenize``: the ids of a prompt, and the text of ids."""
+"""Reads and writes vLLM's ``/tokenize``, which returns the ids of a prompt, and ``/detokenize``, which returns the text
+of ids.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _STRINGS, _TOKENS = "return_token_strs", "tokens"
 
 
 class OptionallyNamedModel(Body):
-    """A body that may omit ``model`` if the server has only one model that generates tokens."""
+    """A body in which ``model`` may be omitted if the server has only one model that generates tokens."""
 
     model: NonEmpty | None = None
     model_version: NonEmpty | None = None
@@ -45,11 +47,11 @@ class TokenizeRequest(OptionallyNamedModel):
 class DetokenizeRequest(OptionallyNamedModel):
     """The body of ``/detokenize``."""
 
-    tokens: TokenIds
+    tokens: Annotated[TokenIds, MinLen(1)]
 
 
 class Tokenize(PromptSpelling, OpenAIChat):
-    """The spelling of ``/tokenize``: a prompt or a conversation in, its token ids out, as in vLLM."""
+    """Reads and writes ``/tokenize``, which returns the token ids of a prompt or a conversation, as in vLLM."""
 
     body: type[Body] = TokenizeRequest
 
@@ -76,7 +78,7 @@ class Tokenize(PromptSpelling, OpenAIChat):
 
 
 class Detokenize(Tokenize):
-    """The spelling of ``/detokenize``: token ids in, their text out, as in vLLM."""
+    """Reads and writes ``/detokenize``, which returns the text of token ids, as in vLLM."""
 
     body = DetokenizeRequest
 

@@ -1,8 +1,8 @@
-"""The names of V2's tensors and headers, and the parallel tensors in which Seldon Core 2 sends a conversation.
+"""The names of V2's tensors and headers, and of the parallel tensors in which Seldon Core 2 sends a conversation.
 
-TorchServe's headers of sequences are V2's parameters here; environment variables may change their names. Seldon's
-tensor ``role`` has one element for each message. If there is one message, the elements of the other tensors are its
-parts; if there are several, each element is a JSON list with the parts of one message.
+TorchServe's sequence headers become V2 parameters; environment variables may change the headers' names. Seldon's tensor
+``role`` has one element for each message. If there is one message, each element of the other tensors is one of its
+parts. If there are several, each element is a JSON list of one message's parts.
 """
 
 from __future__ import annotations

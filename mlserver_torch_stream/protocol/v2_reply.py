@@ -1,7 +1,7 @@
-"""The V2 spelling: named tensors in and out, over REST and as MLServer's gRPC messages.
+"""Reads and writes the V2 protocol: named input and output tensors, over REST and as MLServer's gRPC messages.
 
-A response is the object that REST writes as JSON; for gRPC it is converted to MLServer's model of a response. An event
-of ``MAX_PER_EVENT`` tokens is a line of less than 48 KiB, because nothing else in a response grows beyond a few KiB.
+A response is the object that REST writes as JSON; for gRPC it is converted to MLServer's response class. An event of
+size ``MAX_PER_EVENT`` makes a line of less than 48 KiB, because everything else in a response takes only a few KiB.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def output(name: str, data: list[Any], shape: list[int] | None = None) -> JsonOb
 
 
 def as_response(body: JsonObject) -> InferenceResponse:
-    """Converts a response to MLServer's model of it: elements of BYTES become bytes, and ``error`` is left out.
+    """Converts a response to MLServer's response class. Elements of BYTES become bytes, and ``error`` is left out.
 
-    The model is made by pydantic's validation, which is the fastest way, as it runs in Rust.
+    The object is created by pydantic's validation, which is the fastest way because it runs in Rust.
     """
     message = {**body, "outputs": [_as_bytes(tensor) for tensor in body["outputs"]]}
     message.pop("error", None)
@@ -147,7 +147,7 @@ def _json(value: Any) -> str:
 
 
 class V2Tensors(Spelling):
-    """The spelling of V2. ``outputs`` are the output tensors that a request may name."""
+    """Reads and writes V2. ``outputs`` are the output tensors that a request may name."""
 
     outputs = frozenset(names.OUTPUT_DATATYPES)
 
@@ -158,7 +158,7 @@ class V2Tensors(Spelling):
     def decode_message(
         self, payload: InferenceRequest, info: ModelInfo, *, streaming: bool, request_id: str
     ) -> GenerationRequest:
-        """Decodes MLServer's model of a request, in which gRPC requests arrive. Raises InvalidInput."""
+        """Decodes a request of MLServer's request class, which is how gRPC requests arrive. Raises InvalidInput."""
         return decode_request(payload, info, streaming=streaming, request_id=request_id, outputs=self.outputs)
 
     def stream(self, request: GenerationRequest, context: ReplyContext) -> StreamEncoder:
@@ -175,7 +175,7 @@ V2 = V2Tensors()
 
 
 def read_posted_request(posted: PostedBody, most: int, *, streaming: bool) -> InferenceRequest:
-    """Returns MLServer's model of a V2 request over REST. ``most`` bounds the elements of a tensor.
+    """Converts the body of a V2 REST request to MLServer's request class. ``most`` bounds the elements of a tensor.
 
     Raises InvalidInput.
     """
@@ -189,7 +189,9 @@ def read_posted_request(posted: PostedBody, most: int, *, streaming: bool) -> In
 
 
 def _check_counts(body: Mapping[str, Any]) -> None:
-    """Raises InvalidInput if the body has too many tensors or parameters for MLServer's model, which is slow."""
+    """Raises InvalidInput if the body has too many tensors or parameters. MLServer's request class would be slow for
+    them.
+    """
     holders: list[Any] = [body]
     for field in ("inputs", "outputs"):
         tensors = body.get(field)

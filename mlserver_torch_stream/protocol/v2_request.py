@@ -1,7 +1,7 @@
 """Decodes a V2 inference request, or one piece of a prompt, and finds the tensor that holds the prompt.
 
-A message that cannot be read becomes an ``Unreadable``; decoding that raises the error, so the message is refused and
-recorded like any bad request.
+A message that cannot be read becomes an ``Unreadable``. Decoding the ``Unreadable`` raises the error, so the message is
+refused and recorded like any bad request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mlserver.types import InferenceRequest, RequestOutput
 from pydantic import PrivateAttr, ValidationError
 
-from mlserver_torch_stream.errors import InvalidInput
+from mlserver_torch_stream.errors import ContextLengthExceeded, InvalidInput
 from mlserver_torch_stream.protocol import chat, values
 from mlserver_torch_stream.protocol import v2_names as names
 from mlserver_torch_stream.protocol.chat import check_tools
@@ -35,7 +35,7 @@ from mlserver_torch_stream.types import ChatPrompt, GenerationRequest, ModelInfo
 
 
 def prompt_source(tensors: Mapping[str, Tensor]) -> str:
-    """Returns the name of the tensor that holds the prompt; Seldon's parallel tensors count as one.
+    """Returns the name of the tensor that holds the prompt. Seldon's parallel tensors count as one tensor.
 
     Raises InvalidInput.
     """
@@ -77,6 +77,8 @@ def _tokens(tensor: Tensor, info: ModelInfo) -> TokensPrompt:
         raise InvalidInput(tensor.name, f"shape must be [S] or [1, S], got {values.shown(list(tensor.shape))}")
     if not tensor.elements:
         raise InvalidInput(tensor.name, "the prompt is empty")
+    if len(tensor.elements) >= info.max_model_len:
+        raise ContextLengthExceeded(tensor.name, len(tensor.elements), info.max_model_len)
     for position, token_id in enumerate(tensor.elements):
         if not 0 <= token_id < info.vocab_size:
             raise InvalidInput(
@@ -116,7 +118,7 @@ class Unreadable(InferenceRequest):  # type: ignore[misc]
 
     @classmethod
     def because(cls, error: InvalidInput, request_id: str) -> Unreadable:
-        """Makes the request that stands for an unreadable message."""
+        """Makes a request that represents an unreadable message."""
         unreadable = cls(id=request_id, inputs=[])
         unreadable._error = error
         return unreadable
@@ -157,7 +159,7 @@ def decode_request(
 
 
 def validated(body: Mapping[str, Any]) -> InferenceRequest:
-    """Validates a JSON object as MLServer's model of a request. Raises InvalidInput."""
+    """Validates a JSON object and returns it as MLServer's request class. Raises InvalidInput."""
     try:
         return InferenceRequest.model_validate(body)
     except ValidationError as error:
@@ -198,9 +200,10 @@ def _output_names(outputs: Iterable[RequestOutput], known: Collection[str]) -> f
 
 
 def decode_piece(payload: InferenceRequest, first: GenerationRequest, info: ModelInfo) -> Prompt:
-    """Returns the next piece of the prompt that ``first`` began.
+    """Returns the next piece of the prompt whose first piece is ``first``.
 
-    The message must have the same kind of tensor, not empty, and no parameters. Raises InvalidInput.
+    The message must have the same kind of tensor as ``first``, with at least one element, and no parameters. Raises
+    InvalidInput.
     """
     refuse_unreadable(payload)
     for key in parameters_of(payload.parameters):

@@ -1,6 +1,6 @@
 """Reads the input tensors of a V2 request, from JSON and from the binary tensor data extension.
 
-Elements arrive over REST as nested lists with str for BYTES, over gRPC as flat lists with bytes.
+Over REST, elements arrive as nested lists, in which BYTES are str; over gRPC, as flat lists, in which BYTES are bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def has_tensors(body: Mapping[str, Any]) -> bool:
 
 
 def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str, Any]:
-    """Returns the request's object with the elements of its binary tensors, which follow each other in ``raw``.
+    """Returns the request's object, with the elements of its binary tensors filled in. ``raw`` holds the binary tensors
+    one after another.
 
     ``most`` bounds the elements of a tensor, before they are created: 16 MiB can hold four million empty strings, which
     would block the event loop for seconds. Raises InvalidInput.
@@ -111,7 +112,8 @@ class BinaryOutputs:
 def attach_binary(body: dict[str, Any], wanted: BinaryOutputs) -> tuple[dict[str, Any], bytes | None]:
     """Moves the elements of the binary outputs out of a reply's object.
 
-    Returns the object and the elements' bytes, which are None if no binary output is wanted. Raises GenerationFailed.
+    Returns the object, and the elements as bytes; the bytes are None if no binary output is wanted. Raises
+    GenerationFailed.
     """
     if not wanted.asked:
         return body, None
@@ -133,7 +135,9 @@ def _name(tensor: Mapping[str, Any]) -> str:
 
 
 def _size(tensor: Any) -> int | None:
-    """Returns how many bytes after the object hold the tensor's elements; None if the object holds them."""
+    """Returns the number of bytes after the JSON object that belong to the tensor; None if its elements are in the
+    object.
+    """
     parameters = tensor.get("parameters") if isinstance(tensor, dict) else None
     if not isinstance(parameters, dict) or SIZE not in parameters:
         return None
@@ -168,7 +172,7 @@ def _texts(name: str, part: bytes) -> Iterator[bytes]:
 
 
 def _numbers(name: str, datatype: Any, part: bytes, most: int) -> list[Any]:
-    """Returns the numbers, at most ``most`` + 1, so that the caller sees if there are too many."""
+    """Returns the first ``most`` + 1 numbers, so that the caller can detect that there are too many."""
     if not isinstance(datatype, str) or datatype not in _FORMATS:
         raise InvalidInput(name, f"unknown datatype {values.shown(datatype)}")
     size = struct.calcsize("<" + _FORMATS[datatype])
@@ -260,7 +264,8 @@ def check_count(field: str, count: int, most: int, what: str) -> None:
 
 
 def read_elements(given: RequestInput, most: int | None = None) -> tuple[str, list[Any]]:
-    """Returns the datatype of a tensor and its elements in row-major order. BYTES are str from REST, bytes from gRPC.
+    """Returns the datatype of a tensor and its elements in row-major order. Elements of BYTES are str from REST and
+    bytes from gRPC.
 
     ``most`` bounds the elements; with None any number is allowed, except for BYTES, which have at most ``MAX_STRINGS``.
     Raises InvalidInput.

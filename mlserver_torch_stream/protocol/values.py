@@ -1,7 +1,7 @@
 """Reads loosely typed values: bounded JSON, numbers that may be strings, and keys that are refused by name.
 
-JSON is bounded, because Python's garbage collector visits each list that a parser creates: 16 MiB of empty lists take
-seconds, and 16 MiB of different keys two seconds.
+The size of JSON is bounded, because Python's garbage collector visits each list that a parser creates: parsing 16 MiB
+of empty lists takes seconds, and 16 MiB of different keys two seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_bounded(raw: bytes) -> Any:
 
 
 def _may_hold_too_much(raw: bytes) -> bool:
-    """Whether the exact count of ``_check_counts`` is needed: counts brackets and quotes, even those inside strings."""
+    """Whether the exact count of ``_check_counts`` is needed. This estimate also counts the marks inside strings."""
     every, opened, keys, quotes = np.frombuffer(raw, np.uint8), 0, 0, 0
     for start in range(0, len(raw), _AT_ONCE):
         characters = every[start : start + _AT_ONCE]
@@ -116,7 +116,7 @@ def named(field: str, read: Callable[..., T], *arguments: Any) -> T:
 
 
 def shown(value: Any) -> str:
-    """Returns a client's value as an error message quotes it, cut to a short text."""
+    """Returns a client's value for an error message, cut to a short text."""
     return reprlib.repr(value)
 
 
@@ -234,7 +234,7 @@ def row_count(value: Any, info: ModelInfo) -> int:
 
 
 def logprobs(value: Any, info: ModelInfo) -> tuple[bool, int | None]:
-    """Reads whether log-probabilities are wanted, and the number of alternatives.
+    """Reads ``logprobs``: whether log-probabilities are wanted, and how many alternatives.
 
     The number is None if the value is a boolean, as in OpenAI's chat completions.
     """
@@ -274,7 +274,9 @@ def bounded_text(limit: int) -> Reader:
 
 
 def strings(limit: int, max_bytes: int) -> Reader:
-    """Makes a reader of one string or at most ``limit`` strings, which together have ``max_bytes`` bytes of UTF-8."""
+    """Makes a reader that accepts one string or a list of up to ``limit`` strings, with at most ``max_bytes`` bytes of
+    UTF-8 in total.
+    """
 
     def read(value: Any, info: ModelInfo) -> tuple[str, ...]:
         elements = _string_list(value)
@@ -292,7 +294,9 @@ def strings(limit: int, max_bytes: int) -> Reader:
 
 
 def _string_list(value: Any) -> list[Any]:
-    """Returns a list unchanged, JSON text of a list of strings as that list, and any other value as a list of one."""
+    """Returns a list. A list stays as it is, JSON text of a list of strings is parsed, and any other value becomes the
+    only element.
+    """
     if isinstance(value, list):
         return value
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -401,6 +405,7 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
     "return_mm_kwargs": (True, False),
@@ -410,7 +415,7 @@ UNIMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "truncation_side": ("left", "right"),  # has no effect without truncate_prompt_tokens
     "use_beam_search": (False,),
@@ -496,9 +501,10 @@ _ignored: ContextVar[list[str] | None] = ContextVar("ignored", default=None)  # 
 
 @contextmanager
 def unknown_parameters(*, ignored: bool) -> Iterator[list[str]]:
-    """Sets how unknown parameters are treated in the block.
+    """Sets how unknown parameters are treated within the ``with`` block.
 
-    If ``ignored`` is true, their names are added to the list that the block gets; else they are refused.
+    If ``ignored`` is true, unknown parameters are ignored, and their names are added to the list that the context
+    manager yields. Otherwise they are refused.
     """
     names: list[str] = []
     token = _ignored.set(names if ignored else None)
@@ -519,8 +525,7 @@ def ignores(name: str) -> bool:
 def refuse(key: str, value: Any, known: Collection[str], what: str = "parameter") -> None:
     """Raises InvalidInput for a key that is not in ``known``.
 
-    A key whose value asks for nothing, such as null, is accepted, and so is every key if the server ignores unknown
-    parameters.
+    The key is accepted if its value has no effect, such as null, or if the server ignores unknown parameters.
     """
     if value is None:
         return
@@ -536,6 +541,8 @@ SIZE = "binary_data_size"  # the parameter of a tensor whose elements follow the
 
 
 def refuse_left_over(count: int) -> None:
-    """Raises InvalidInput if ``count``, the number of bytes after the JSON object that belong to no input, is not 0."""
+    """Raises InvalidInput if ``count`` is not 0. It is the number of bytes after the JSON object that belong to no
+    input.
+    """
     if count:
         raise InvalidInput("body", f"{count} bytes belong to no input: no input has a {SIZE} for them")

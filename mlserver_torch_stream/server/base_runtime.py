@@ -51,9 +51,9 @@ _PARAMETERS = ("uri", "version", "extra")  # keys of ``parameters``
 class BaseRuntime(ServedModel, MLModel):
     """The base class of a runtime, which declares the type of ``_slot``.
 
-    A runtime is in another module, because MLServer reloads the module of the class that it instantiates.
-    ``rest_routes`` are the paths that a server with this model has, and ``extra_keys`` the keys that
-    ``parameters.extra`` may have.
+    Runtimes are in separate modules, because MLServer reloads the module of the class that it instantiates.
+    ``rest_routes`` are the REST paths that this model adds to a server. ``extra_keys`` are the keys that are allowed in
+    ``parameters.extra``.
     """
 
     rest_routes: Sequence[RestRoute] = REST_ROUTES
@@ -86,7 +86,7 @@ class BaseRuntime(ServedModel, MLModel):
                 yield response
 
     def _refuse_stray_settings(self) -> None:
-        """Raises SettingsError for a key of model-settings.json that MLServer ignores in its place."""
+        """Raises SettingsError for a key that is in a place in model-settings.json where MLServer ignores it."""
         source = source_of(self.settings)
         if source and os.path.isfile(source):
             fields = {name.rstrip("_") for name in ModelSettings.model_fields}
@@ -95,7 +95,9 @@ class BaseRuntime(ServedModel, MLModel):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Logs an error of the block in one line, and raises it as the error with which MLServer fails the load."""
+        """Logs an error of the ``with`` block in one line, and raises it as ModelNotLoaded, which makes MLServer's load
+        fail.
+        """
         try:
             patches.refuse_worker_process()
             self._refuse_stray_settings()
@@ -111,7 +113,7 @@ class BaseRuntime(ServedModel, MLModel):
 
 @contextmanager
 def _answering(request: Request[Reply]) -> Iterator[None]:
-    """Turns an error of the block into MLServer's, and closes the reply at the end.
+    """Turns an error of the ``with`` block into MLServer's error, and closes the reply at the end.
 
     It is synchronous, because after a disconnect it may run in a task that can no longer await.
     """

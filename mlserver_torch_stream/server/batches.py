@@ -34,7 +34,7 @@ _LAST = 1_000_000_000  # a priority below every client's
 
 
 class Batches:
-    """The server's files and batches. ``url`` names their store; if it is empty, the server has none."""
+    """The server's files and batches. ``url`` names the store; if it is empty, the server has no files and batches."""
 
     def __init__(self, url: str, registry: MultiModelRegistry, state: ServerState) -> None:
         self._why_off = _UNSET
@@ -74,7 +74,9 @@ class ServedModels:
             await member.settled.wait()
 
     def has(self, name: str) -> bool:
-        """Whether this is the name of a model that generates tokens and may still be loading, or of a LoRA adapter."""
+        """Whether this is the name of a LoRA adapter or of a model that generates tokens. The model may still be
+        loading.
+        """
         return self._owner(name) is not None
 
     def _owner(self, name: str) -> TokenModel | None:

@@ -1,4 +1,4 @@
-"""Adds our routes to an MLServer, and opens our own ports beside its ports.
+"""Adds our routes to an MLServer, and opens our additional ports.
 
 With our model repository this happens when the REST server starts. Without it, this happens when the first model of
 this package is registered, because MLServer calls no code of this package before that.
@@ -36,6 +36,7 @@ from mlserver_torch_stream.server.rest import (
     adapter_routes,
     batch_routes,
     connection,
+    endpoints,
     health,
     item_batch,
     model_routes,
@@ -56,9 +57,9 @@ async def open_port(
     service: str,
     handlers: tuple[grpc.GenericRpcHandler, ...],
 ) -> None:
-    """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, for errors.
+    """Opens the port on MLServer's host. ``setting`` is the name of the port's setting, which errors contain.
 
-    Raises ModelNotLoaded if it cannot listen on the port.
+    Raises ModelNotLoaded if the server cannot listen on the port.
     """
     settings = host.settings
     address = settings.host
@@ -79,7 +80,9 @@ async def open_port(
 
 
 def _interceptors(settings: Settings) -> list[grpc.aio.ServerInterceptor]:
-    """Returns the interceptors of MLServer's port, except the one for metrics, of which a process can have only one."""
+    """Returns the interceptors of MLServer's port without the one for metrics, because a process can have only one of
+    those.
+    """
     access_log = [LoggingInterceptor()] if settings.debug else []
     if not settings.tracing_server:
         return access_log
@@ -87,7 +90,7 @@ def _interceptors(settings: Settings) -> list[grpc.aio.ServerInterceptor]:
 
 
 def extend_at_start(host: ServerHost, state: ServerState) -> None:
-    """Has the server extended while uvicorn starts it."""
+    """Arranges that the server is extended while uvicorn starts it."""
 
     async def extend_or_end() -> None:
         try:
@@ -101,7 +104,7 @@ def extend_at_start(host: ServerHost, state: ServerState) -> None:
 async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
     """Reads the options, adds the routes and opens the ports of a server. Idempotent.
 
-    A wrong variable, or a port on which it cannot listen, is logged and raises ModelNotLoaded.
+    Logs an error and raises ModelNotLoaded if a variable is wrong or a port cannot be opened.
     """
     try:
         options = state.options = read_options()
@@ -118,6 +121,7 @@ async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) 
     ports.check(host, options)
     refuse_ignored_keys(Path(host.settings.model_repository_root))
     connection.install(host, options)
+    host.put_before_router(endpoints.pass_to_chosen)
     add_routes(host, state, options)
     shutdown.take_signals()
     _warn_of_server_settings(host.settings)
@@ -128,7 +132,7 @@ async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) 
 async def _open_grpc_services(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     """Opens the ports of Triton's and TorchServe's services, and adds TorchServe's to MLServer's port.
 
-    Raises ModelNotLoaded if it cannot listen on a port.
+    Raises ModelNotLoaded if the server cannot listen on a port.
     """
     open_ours = partial(open_port, host, state.lifecycle, state.access)
     stalled_after = options.stalled_reader_timeout

@@ -1,4 +1,4 @@
-"""Access to the private parts of MLServer, uvicorn, starlette and gRPC, which no other module uses.
+"""Accesses the private parts of MLServer, uvicorn, starlette and gRPC. No other module uses them.
 
 docs/hooks.md has a row for each part. ``ServerHost`` is one MLServer, reached through its REST server; ``Hook`` and
 ``GrpcMethod`` list the methods of MLServer that are wrapped; the functions read MLServer's other objects.
@@ -108,8 +108,9 @@ def is_wrapped(hook: Hook) -> bool:
 def wrap_inside(method: GrpcMethod, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
     """Replaces the function that MLServer's decorator calls, which is a variable of the decorator's closure.
 
-    Replacing the method itself would have no effect. Without our model repository, MLServer is patched when our first
-    model loads; by then the gRPC server runs, has stored the methods, and does not return its handlers.
+    Replacing the method itself would have no effect. If our model repository is not used, MLServer is patched when our
+    first model loads. At that time the gRPC server is running and has stored the methods, and its handlers cannot be
+    read back.
     """
     owner, name = method.value
     decorated = getattr(owner, name)
@@ -137,7 +138,7 @@ class ServerHost:
 
     @property
     def data_plane(self) -> DataPlane:
-        """The data plane, which enters models and measures requests."""
+        """The data plane, which finds the model for a request and measures the request."""
         return self._server._data_plane
 
     @property
@@ -177,8 +178,14 @@ class ServerHost:
             app.middleware_stack = app.build_middleware_stack()
         app.middleware_stack = middleware(app.middleware_stack)
 
+    def put_before_router(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
+        """Makes the middleware the innermost layer of the app."""
+        self.router.middleware_stack = middleware(self.router.middleware_stack)
+
     def before_listening(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Has ``work`` awaited while uvicorn starts the app, after the gRPC port and before the REST port is opened."""
+        """Arranges that ``work`` is awaited while uvicorn starts the app: after the gRPC port and before the REST port
+        opens.
+        """
         router = self.router
         original = router.lifespan_context
 
@@ -197,7 +204,7 @@ class ServerHost:
         return listener is not None and not listener.started
 
     def read_http_by(self, protocol: Callable[..., HttpProtocol]) -> None:
-        """Has uvicorn read new connections with ``protocol``, unless uvicorn uses h11."""
+        """Makes uvicorn read new connections with ``protocol``, unless uvicorn uses h11."""
         config = self._server._server.config
         if not config.loaded:
             config.load()
@@ -220,7 +227,7 @@ class ServerHost:
         return InferenceServicer(self.data_plane, self.repository_handlers)
 
     def grpc_options(self) -> list[tuple[str, Any]]:
-        """Returns the options of MLServer's gRPC port, for example the size of a message."""
+        """Returns the options of MLServer's gRPC port, for example the maximum size of a message."""
         options: list[tuple[str, Any]] = GRPCServer(
             self.settings, self.data_plane, self.repository_handlers
         )._get_options()
@@ -229,8 +236,8 @@ class ServerHost:
     def grpc_listener(self) -> aio.Server | None:
         """MLServer's gRPC listener, which runs already; None if no MLServer has created this registry.
 
-        The REST server has no reference to it. It is found through the registry, which holds a callback of the
-        MLServer.
+        The REST server has no reference to the listener. It is found through the registry, which holds a callback of
+        the MLServer.
         """
         for called in self.registry._on_model_load:
             owner: Any = getattr(called, "__self__", None)
@@ -250,7 +257,7 @@ def registry_of(owner: DataPlane | InferenceServicer | MLServer) -> MultiModelRe
 
 
 def find_model(registry: MultiModelRegistry, name: str, version: str | None) -> MLModel | None:
-    """Finds a model as the registry's ``get_model`` does, but synchronously, as the matching of routes needs it."""
+    """Finds a model as the registry's ``get_model`` does, but synchronously, as is needed for matching routes."""
     versions = versions_of(registry, name)
     return None if versions is None else versions._find_model(version)
 
@@ -287,7 +294,7 @@ def set_default(versions: SingleModelRegistry, model: MLModel | None) -> None:
 
 
 def choose_default(versions: SingleModelRegistry) -> None:
-    """Has the registry choose its default version again."""
+    """Makes the registry choose its default version again."""
     versions._refresh_default()
 
 
@@ -302,7 +309,7 @@ def source_of(settings: ModelSettings) -> str | None:
 
 @contextmanager
 def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[None]:
-    """Counts and times the block in MLServer's metrics of requests."""
+    """Counts and times the ``with`` block in MLServer's request metrics."""
     seconds, failures, successes = _request_metrics(data_plane, name, version)
     began = time.perf_counter()
     try:
@@ -317,7 +324,9 @@ def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[
 
 @functools.lru_cache(maxsize=256)
 def _request_metrics(data_plane: DataPlane, name: str, version: str | None) -> tuple[Any, Any, Any]:
-    """Returns MLServer's metrics of a model; finding them by their labels takes as long as counting."""
+    """Returns MLServer's metrics of a model. They are cached, because finding them by their labels takes as long as
+    counting.
+    """
     labels = {"model": name, "version": version}
     metrics = data_plane._ModelInferRequestDuration, data_plane._ModelInferRequestFailure
     seconds, failures = (each.labels(**labels) for each in metrics)
@@ -325,16 +334,18 @@ def _request_metrics(data_plane: DataPlane, name: str, version: str | None) -> t
 
 
 def export_metrics(registry: Callable[[Settings], CollectorRegistry]) -> None:
-    """Has MLServer's metrics endpoints export this registry."""
+    """Makes MLServer's metrics endpoints export this registry."""
     PrometheusEndpoint._registry = property(lambda endpoint: registry(endpoint._settings))
 
 
 class LoopedWorker(Worker):  # type: ignore[misc]
-    """MLServer's inference worker, in which other runtimes' models run, with an event loop that it creates itself.
+    """MLServer's inference worker, in which models of other runtimes run, changed so that it creates its own event
+    loop.
 
-    MLServer 1.7.1's worker asks asyncio for the current loop before it runs one. Up to 0.21, uvloop's policy then
-    creates a loop; from 0.22 on it raises RuntimeError, and every worker ends as soon as it has started. MLServer's
-    main branch creates a loop as this class does. A worker is a new interpreter, which imports this class by its name.
+    The worker of MLServer 1.7.1 asks asyncio for the current loop before it runs one. With uvloop up to 0.21, uvloop's
+    policy then creates a loop; from 0.22 on, the policy raises RuntimeError, so every worker ends right after its
+    start. MLServer's main branch creates a loop as this class does. A worker is a new interpreter, which imports this
+    class by its name.
     """
 
     def _ignore_signals(self, *loop: asyncio.AbstractEventLoop) -> None:
@@ -344,12 +355,14 @@ class LoopedWorker(Worker):  # type: ignore[misc]
 
 
 def use_looped_workers() -> None:
-    """Has MLServer start its workers with ``LoopedWorker`` from now on. Idempotent."""
+    """Makes MLServer start its workers with ``LoopedWorker`` from now on. Idempotent."""
     pool.Worker = _create_worker
 
 
 def _create_worker(settings: Settings, responses: Queue[Any], env: Any = None) -> Worker:
-    """Creates a worker: MLServer's own class for another Python environment, which may lack this package."""
+    """Creates a worker. For another Python environment it is of MLServer's own class, because this package may be
+    missing there.
+    """
     return (LoopedWorker if env is None else Worker)(settings, responses, env)
 
 
@@ -385,7 +398,7 @@ def ports_are_guarded() -> bool:
 
 @dataclass(frozen=True)
 class Listeners:
-    """The uvicorn and gRPC servers of one MLServer; ``metrics`` is None if metrics have no port of their own."""
+    """The uvicorn and gRPC servers of one MLServer. ``metrics`` is None if there is no separate port for metrics."""
 
     rest: Any
     grpc: aio.Server
@@ -404,7 +417,7 @@ def listeners_of(server: MLServer) -> Listeners:
 
 
 def convert_message(servicer: InferenceServicer, message: Any, context: grpc.ServicerContext) -> InferenceRequest:
-    """Converts a message to MLServer's request, with the call's metadata as headers."""
+    """Converts a message to MLServer's request class. The call's metadata become headers."""
     return servicer._InsertHeaders(message, context)
 
 
@@ -414,7 +427,7 @@ def send_headers(servicer: InferenceServicer, result: InferenceResponse, context
 
 
 def grpc_code(error: MLServerError) -> grpc.StatusCode:
-    """Returns the gRPC code that MLServer gives for an error."""
+    """Returns the gRPC code that MLServer uses for an error."""
     code: grpc.StatusCode = utils._grpc_status_code(error)
     return code
 
@@ -425,7 +438,7 @@ def add_grpc_codes(codes: Mapping[int, grpc.StatusCode]) -> None:
 
 
 def listen_by(server: aio.Server, listen: Callable[[str], int]) -> None:
-    """Has the gRPC server call ``listen`` with the address when it opens a port."""
+    """Makes the gRPC server call ``listen`` with the address when it opens a port."""
     server.add_insecure_port = listen
 
 
@@ -440,7 +453,8 @@ def transport_of(send: Send) -> Any | None:
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1 protocol with hooks for a subclass.
 
-    When a client disconnects, all its pipelined requests end. An answer to an HTTP/1.0 client ends with the connection.
+    When a client disconnects, all its pipelined requests end. For an HTTP/1.0 client, the end of the connection marks
+    the end of the response.
     """
 
     refusal = ""  # the reason why the current head is refused
@@ -450,11 +464,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the newest
 
     def takes_head(self) -> bool:
-        """Called at the end of a head; the request begins if it returns True. Raises ValueError to refuse the head."""
+        """Called when a request's head is complete. The request begins if the method returns True. Raises ValueError to
+        refuse the head.
+        """
         return True
 
     def takes_end(self) -> bool:
-        """Called at the end of a request; if it returns False, the request goes on."""
+        """Called at the end of a request. If the method returns False, the request continues."""
         return True
 
     def kept_alive(self) -> None:
@@ -501,7 +517,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _UntilClosed(RequestResponseCycle):
-    """The answer to an HTTP/1.0 client, which cannot read chunks: the end of the connection ends its body."""
+    """The response to an HTTP/1.0 client, which cannot read chunks. The end of the connection marks the end of the
+    body.
+    """
 
     async def send(self, message: Any) -> None:
         self.chunked_encoding = False

@@ -1,7 +1,8 @@
-"""Decides when an item of a batch may run: one slot stays free for clients, and no item starts while prompts wait.
+"""Decides when an item of a batch may run. One slot stays free for clients, and no item starts while clients' prompts
+wait.
 
-A client's prompt waits for the end of the running step. To keep steps short while clients are active, one item is
-prefilled at a time and only a few are decoded. Everything here runs on the event loop's thread.
+A client's prompt has to wait until the running step ends. To keep steps short while clients are active, one item is
+prefilled at a time and only a few items are decoded. Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _PATIENCE_S = 60.0  # even if clients are always active, a batch starts an item 
 
 
 class ItemSlots:
-    """The slots of one model, whose number is ``slots``. Items start in the order in which they ask.
+    """The ``slots`` slots of one model. Items start in the order in which they asked for slots.
 
-    An item that has waited for ``patience_s`` seconds because of clients, while no other item ran, is overdue, and no
+    An item is overdue when it has waited ``patience_s`` seconds because of clients while no other item ran. It then no
     longer gives way to clients.
     """
 
@@ -46,7 +47,7 @@ class ItemSlots:
         return turn
 
     def look(self) -> None:
-        """Starts the waiting items for which clients leave slots free."""
+        """Starts waiting items, as far as clients leave slots free."""
         while self._waiting and self._may_start(self._waiting[0].sequences):
             self._let_in()
         if self._waiting and self._timer is None:

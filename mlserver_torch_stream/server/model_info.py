@@ -64,7 +64,7 @@ async def read_statistics(host: ServerHost, state: ServerState, name: str, versi
 def _all_statistics(state: ServerState, models: Iterable[MLModel]) -> JsonObject:
     """Returns the statistics in Triton's form.
 
-    An execution is a decode step, or a request for models without engine.
+    An execution is a decode step; for models without an engine, it is a request.
     """
     steps = {labels: stats.decode_steps for labels, stats in state.engine_metrics.counters().items()}
     return {"model_stats": [_statistics(state, model.name, model.version or "", steps) for model in models]}

@@ -137,7 +137,7 @@ class ServerOptions(BaseModel):
         return value
 
     def model_of_alias(self, name: str) -> str:
-        """Returns the model for which ``name`` is an alias; ``name`` itself if it is not an alias."""
+        """Returns the model whose alias is ``name``, or ``name`` itself if it is not an alias."""
         for pair in filter(None, self.model_aliases.split(",")):
             alias, _, model = (part.strip() for part in pair.partition("="))
             if re.fullmatch(re.escape(alias).replace(r"\*", ".*"), name, re.DOTALL):

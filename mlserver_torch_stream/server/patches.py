@@ -1,11 +1,12 @@
 """Installs all patches of MLServer.
 
-MLServer passes neither its settings nor its servers to a model. So the REST server is found in a patched method: when
-it starts, or when it registers a model of ours.
+MLServer passes neither its settings nor its servers to a model. Therefore two methods of the REST server are patched to
+find it: the one that starts it, and the one by which it registers a model of ours.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -19,7 +20,7 @@ from mlserver_torch_stream.server.grpc import messages
 from mlserver_torch_stream.server.host import Hook, ServerHost, is_worker_process, is_wrapped, use_looped_workers, wrap
 from mlserver_torch_stream.server.lifecycle import default_version, registry_lock, shutdown
 from mlserver_torch_stream.server.request import is_ours
-from mlserver_torch_stream.server.rest import endpoints, health, rest_metrics
+from mlserver_torch_stream.server.rest import endpoints, health
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import extend_grpc_codes
 
@@ -32,7 +33,7 @@ def install(state: ServerState) -> None:
     shutdown.install(state.lifecycle)
     request.install()
     health.install(state.lifecycle)
-    rest_metrics.install()
+    endpoints.count_requests()
     messages.install()
     registry_lock.install(state.registry_lock)
     default_version.install()
@@ -48,6 +49,10 @@ def install_at_start(repository: type, state: ServerState) -> None:
     install(state)
     if not is_wrapped(Hook.START):
         wrap(Hook.START, partial(_starting, repository, state))
+        # Imported objects stay until the process ends. Requests in flight make garbage collections frequent, and each
+        # full one would visit them all. No model exists yet, so an unloaded model is still collected.
+        gc.collect()
+        gc.freeze()
 
 
 def _adding(state: ServerState, original: Callable[..., Awaitable[MLModel]]) -> Callable[..., Awaitable[MLModel]]:
@@ -74,14 +79,16 @@ def _starting(
 
 
 def keep_out_of_workers(settings: ModelSettings) -> None:
-    """Has MLServer run this model in the main process, whatever the server's ``parallel_workers`` is."""
+    """Makes MLServer run this model in the main process, whatever the server's ``parallel_workers`` is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the field will be removed in MLServer 1.8
         settings.parallel_workers = 0
 
 
 def keep_out_of_the_cache(settings: ModelSettings) -> None:
-    """Switches MLServer's response cache off for this model; every client would get the first client's sample."""
+    """Switches MLServer's response cache off for this model, because otherwise every client would get the first
+    client's sample.
+    """
     settings.cache_enabled = False
 
 

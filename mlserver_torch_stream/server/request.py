@@ -1,7 +1,7 @@
 """One request, at any door of the server, and the model that answers it.
 
-A door is one of the places where requests arrive: a REST endpoint, a gRPC service, TorchServe's paths. It reads the
-request, and writes the reply or the refusal. ``Request`` finds the model, enters it, holds the reply, and records
+A door is one of the places where requests arrive: a REST endpoint, a gRPC service, TorchServe's paths. The door reads
+the request, and writes the reply or the refusal. ``Request`` finds and enters the model, keeps the reply, and records
 failures. A ``ServedModel`` makes a ``reply`` for REST endpoints, a ``message_reply`` for gRPC and Triton's service, and
 a prediction for TorchServe's paths and services.
 """
@@ -58,7 +58,7 @@ class RestRequest:
 
 @dataclass(frozen=True, slots=True)
 class MessageRequest:
-    """A request over gRPC as MLServer has converted it.
+    """A gRPC request, converted by MLServer.
 
     ``index`` is the position of the request in its stream, from 0; None in a unary call. ``following`` yields the
     further messages of the stream; only the first request of a stream has it.
@@ -72,7 +72,7 @@ class MessageRequest:
 
 
 class Reply(Protocol):
-    """The reply to one request: read once, as a stream of messages or as a whole."""
+    """The reply to one request. It can be read once, as a stream of messages or as a whole."""
 
     error: Exception | None  # the error that the stream has reported after its first message
 
@@ -95,7 +95,9 @@ class Reply(Protocol):
         """Collects the stream into one reply. Raises RequestError."""
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """Returns the whole reply, and the raw bytes that follow its JSON, or None. Raises RequestError."""
+        """Returns the whole reply, and the raw bytes after its JSON; None if there are no such bytes. Raises
+        RequestError.
+        """
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
         """Returns the messages that end each open sequence with ``error``."""
@@ -108,7 +110,9 @@ class Reply(Protocol):
 
 
 class Piece(Protocol):
-    """One response of a handler: an intermediate one or the last. The first piece has the status and the headers."""
+    """One response of a handler, either an intermediate response or the last one. The first piece has the status and
+    the headers.
+    """
 
     @property
     def value(self) -> bytes: ...
@@ -123,7 +127,7 @@ class Piece(Protocol):
 
 
 class PieceReply(Protocol):
-    """The reply of a handler to one request. It is read once, in pieces or whole.
+    """The reply of a handler to one request. It can be read once, in pieces or as a whole.
 
     Reading the reply begins the request, unless ``begin`` has done so.
     """
@@ -158,7 +162,7 @@ class ServedModel(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether the model is loaded, as MLServer has set it, and has no trouble."""
+        """Whether MLServer has marked the model as loaded and nothing prevents it from answering."""
         return self._loaded and self.trouble is None
 
     @ready.setter
@@ -200,9 +204,10 @@ class ServedModel(ABC):
 
     @abstractmethod
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
-        """Returns the responses to message ``index`` of a gRPC stream, which ``error`` made unreadable."""
+        """Returns the responses to message ``index`` of a gRPC stream if the message could not be read because of
+        ``error``.
+        """
 
-    @abstractmethod
     def open_prediction(
         self,
         fields: Sequence[BodyField],
@@ -215,8 +220,9 @@ class ServedModel(ABC):
         """Makes the reply to a request of TorchServe's own paths or of its gRPC service. Raises RequestError.
 
         ``parameters`` are V2's parameters that name the request's sequence. With ``whole_sequence`` a worker gets each
-        request of the sequence once, beginning with the first.
+        request of the sequence once, beginning with the first. A model without a handler refuses.
         """
+        raise no_handler(self.name)
 
     def describe_workers(self) -> dict[str, Any]:
         """Describes the model's workers as TorchServe's management API does. Raises NotServing."""
@@ -228,7 +234,8 @@ class HandlerModel(ServedModel):
 
     @abstractmethod
     async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
-        """Starts or ends workers, so that there are ``least`` to ``most``. A worker that ends gets ``grace`` seconds.
+        """Starts or ends workers, so that there are at least ``least`` and at most ``most``. A worker that must end has
+        ``grace`` seconds to finish.
 
         Raises NotServing or LoadFailed.
         """
@@ -242,7 +249,9 @@ def is_ours(model: MLModel | None) -> TypeGuard[ServedModel]:
 def find_accepted(
     registry: MultiModelRegistry, name: str, version: str | None, accepts: Callable[[MLModel | None], bool]
 ) -> Any:
-    """Finds the model. Raises NoSuchModel if it is missing or not accepted, NoSuchVersion if only the version is."""
+    """Finds the model. Raises NoSuchModel if it is missing or not accepted, and NoSuchVersion if only this version of
+    it is.
+    """
     model = find_model(registry, name, version)
     if accepts(model):
         return model
@@ -252,7 +261,9 @@ def find_accepted(
 
 
 def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:
-    """Returns the error for a request that needs a handler, if the model generates tokens and answers at ``path``."""
+    """Returns the error for a request that needs a handler but names a model that generates tokens, which answers at
+    ``path``.
+    """
     message = f"{name} generates tokens and runs no TorchServe handler: ask it at {path} or /v2/models/{name}/generate"
     return InvalidInput("model", message)
 
@@ -271,10 +282,10 @@ R = TypeVar("R", bound=Closable)
 
 
 class Request(Generic[R]):
-    """One request at any door: its model once ``find`` has found it, its reply, and the record of its failure.
+    """One request at any door. It has the model, once ``find`` has found it, and the reply, and it records a failure.
 
-    A failure of a request that has a model is recorded once: here, or by the observer of its reply. ``door`` names the
-    door in the log if a request is refused before it has a model; if it is empty, such a refusal is not logged.
+    If the request has a model, a failure is recorded once, either here or by the reply's observer. If a request is
+    refused before it has a model, the log names the ``door``. If ``door`` is empty, such a refusal is not logged.
     """
 
     def __init__(
@@ -297,9 +308,9 @@ class Request(Generic[R]):
     def find(
         self, registry: MultiModelRegistry, name: str, version: str | None, other: Exception | None = None
     ) -> ServedModel:
-        """Finds the model, which must be one of this package. Raises ModelNotFound.
+        """Finds the model, which must be a model of this package. Raises ModelNotFound.
 
-        For a model of another runtime ``other`` is raised instead, if it is given.
+        For a model of another runtime, raises ``other`` instead, if it is given.
         """
         model = find_model(registry, name, version)
         if not is_ours(model):
@@ -309,7 +320,9 @@ class Request(Generic[R]):
 
     @asynccontextmanager
     async def entered(self, host: ServerHost) -> AsyncIterator[ServedModel]:
-        """Enters the model: MLServer measures the request during the block. The reply is closed at the block's end."""
+        """Enters the model, so that MLServer measures the request during the ``with`` block. At its end the reply is
+        closed.
+        """
         assert self.model is not None
         async with host.enter(self.model.name, self.version) as model:
             try:
@@ -327,7 +340,7 @@ class Request(Generic[R]):
             self.model.observers(self.kind).refused(self.request_id, error)
 
     def refuse(self, error: Exception) -> RequestError:
-        """Records the error, and returns it in the form that the client gets."""
+        """Records the error, and returns the error that the client gets."""
         self.record(error)
         refusal = as_refusal(error, self._lifecycle.shutdown_reason)
         if self.model is None and self._door:
@@ -335,7 +348,7 @@ class Request(Generic[R]):
         return refusal
 
     def leave(self) -> None:
-        """Called when the client has disconnected, or the server has given it up."""
+        """Called when the client has disconnected, or when the server has given up on the client."""
         self.left = True
         self.close()
 
@@ -346,10 +359,11 @@ class Request(Generic[R]):
 
 
 def install() -> None:
-    """Has MLServer pass requests to our models even if they are not ready; they refuse with their own status.
+    """Makes MLServer pass requests to our models even if they are not ready. The models then refuse with the right
+    status.
 
-    MLServer refuses with 400, for which Seldon Core 2 loads the model again. MLServer also has no state for a model
-    that still accepts requests although routers should send no new ones. Called once.
+    MLServer itself would refuse with 400, which makes Seldon Core 2 load the model again. MLServer also has no state
+    for a model that still accepts requests although routers should send no new ones. Called once.
     """
     wrap(Hook.ENTER, _entering)
 
@@ -370,7 +384,9 @@ def _entering(original: Callable[..., AbstractAsyncContextManager[MLModel]]) -> 
 
 @contextmanager
 def _as_model(settings: ModelSettings) -> Iterator[None]:
-    """MLServer's ``model_context``, without its error if another task closes the stream after a disconnect."""
+    """Replaces MLServer's ``model_context``, which raises an error if another task closes the stream after a
+    disconnect.
+    """
     tokens = [(model_name_var, model_name_var.set(settings.name))]
     tokens += [(model_version_var, model_version_var.set(settings.version or ""))]
     try:
@@ -382,11 +398,12 @@ def _as_model(settings: ModelSettings) -> Iterator[None]:
 
 
 def as_refusal(error: Exception, shutdown_reason: str | None = None) -> RequestError:
-    """Returns any exception as an error of the error table. An unexpected one is a bug, and logged with its traceback.
+    """Returns any exception as an error of the error table. An unexpected exception is a bug, and is logged with its
+    traceback.
 
     ``shutdown_reason`` is the reason why the process accepts no more requests; None while it accepts them. In V2 a
-    request to a registered model never gets 400 or 404, which Seldon Core 2's agent takes for "model not loaded": it
-    would reload the model.
+    request to a registered model never gets 400 or 404, because Seldon Core 2's agent would interpret them as "model
+    not loaded" and reload the model.
     """
     if isinstance(error, RequestError):
         return error

@@ -25,7 +25,9 @@ _ELSEWHERE = {
 
 
 def check_server_settings(folder: Path) -> None:
-    """Checks the file in the folder, if there is one, and MLServer's variables. Raises SettingsError."""
+    """Checks settings.json in the folder, if the file exists, and MLServer's environment variables. Raises
+    SettingsError.
+    """
     path = folder / SERVER_SETTINGS_FILE
     given = read_settings_file(path) if path.is_file() else {}
     try:
@@ -42,7 +44,7 @@ def check_server_settings(folder: Path) -> None:
 
 
 def refuse_ignored_keys(folder: Path) -> None:
-    """Raises SettingsError for a key of the file that MLServer ignores and that belongs elsewhere or is misspelt."""
+    """Raises SettingsError for a key in the file that MLServer ignores because it belongs elsewhere or is misspelt."""
     path = folder / SERVER_SETTINGS_FILE
     if path.is_file():
         refuse_stray_keys(path, Settings.model_fields, _ELSEWHERE)

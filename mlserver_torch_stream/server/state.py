@@ -1,4 +1,5 @@
-"""The objects that exist once in a server: its lifecycle, keys, metrics, and the sinks of its requests' reports.
+"""Holds the objects that exist once in a server: the lifecycle, the keys, the metrics, and the sinks of the requests'
+reports.
 
 Runtimes and the model repository, which MLServer creates without passing them an object, call ``server_state``. All
 other code gets the state, or the part that it needs, as an argument. Two more objects exist once in a process, in rooms

@@ -1,6 +1,6 @@
 """Turns our errors into MLServer's errors, and CloudEvents attributes into headers and metadata.
 
-A client's id of a request may have any characters and any length; a header may not.
+The id that a client gives a request may have any characters and any length, but a header may not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MAX_DETAILS = 4096
 class StreamStatus(int):
     """A REST status that maps to another gRPC code on a stream than on a unary call.
 
-    Seldon Core 2 takes UNAVAILABLE on a unary call for "model not loaded" and reloads the model. So 503 becomes
-    RESOURCE_EXHAUSTED on unary calls, and UNAVAILABLE on streams. MLServer has one table for both, in which this class
-    is a separate key.
+    Seldon Core 2 interprets UNAVAILABLE on a unary call as "model not loaded" and reloads the model. So 503 becomes
+    RESOURCE_EXHAUSTED on unary calls, and UNAVAILABLE on streams. MLServer has only one table for both, so this class
+    is a separate key in the table.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -55,12 +55,14 @@ _CODES = {
 
 
 def extend_grpc_codes() -> None:
-    """Adds codes for statuses that stock MLServer reports as UNKNOWN or FAILED_PRECONDITION. Idempotent."""
+    """Adds gRPC codes for statuses that MLServer itself reports as UNKNOWN or FAILED_PRECONDITION. Idempotent."""
     add_grpc_codes(_CODES)
 
 
 class RefusedCall(MLServerError):  # type: ignore[misc]
-    """The error that a model of this package raises to MLServer. The request's line is in the log already."""
+    """The error that a model of this package raises to MLServer when it refuses a request. The request has already been
+    logged.
+    """
 
 
 def as_server_error(error: RequestError, *, streaming: bool) -> RefusedCall:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
 
 from mlserver.registry import MultiModelRegistry
 
-from mlserver_torch_stream.engine.api import AdapterSet, TokenStream
+from mlserver_torch_stream.engine.api import AdapterSet, Mailbox
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, as_request_error
 from mlserver_torch_stream.generation import Generator, Opened
 from mlserver_torch_stream.protocol.seldon_spelling import spelling_of
@@ -25,15 +23,14 @@ from mlserver_torch_stream.protocol.v2_request import decode_piece
 from mlserver_torch_stream.server.host import default_models, find_model
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind, ignored_parameters
 from mlserver_torch_stream.server.options import ServerOptions, read_options
-from mlserver_torch_stream.server.request import MessageRequest, PieceReply, RestRequest, ServedModel, no_handler
-from mlserver_torch_stream.server.rest.prediction_messages import BodyField
+from mlserver_torch_stream.server.request import MessageRequest, RestRequest, ServedModel
 from mlserver_torch_stream.types import GenerationRequest, StreamMode, TextPrompt, TokenEvent
 
 Start = Callable[[Opened], Awaitable[None]]
 
 
 class TokenReply:
-    """Reads the token stream that ``start`` opens, once, as a stream of messages or as a whole.
+    """The reply from the token stream that ``start`` opens. It can be read once, as a stream of messages or as a whole.
 
     ``posted`` is the body of a REST request. If ``reads_following`` is true, ``start`` reads all further messages of
     the gRPC stream.
@@ -56,7 +53,7 @@ class TokenReply:
         self._start = start
         self._posted = posted
         self._starting: asyncio.Future[None] | None = None
-        self._stream: TokenStream | None = None
+        self._stream: Mailbox | None = None
         self._closed = False
         self._begun = False
         self._unfinished = len(request.prompts) * request.sampling.n  # sequences whose last event was not read yet
@@ -104,7 +101,7 @@ class TokenReply:
         return encoder.body()
 
     async def attached(self) -> tuple[JsonObject, bytes | None]:
-        """Returns the whole REST reply, and the raw bytes that follow its JSON, or None."""
+        """Returns the whole REST reply, and the raw bytes after its JSON; None if there are no such bytes."""
         whole = await self.whole()
         return (whole, None) if self._posted is None else self._spelling.attach(self._posted, whole)
 
@@ -115,7 +112,7 @@ class TokenReply:
     def end(self) -> bytes | None:
         return self._encoder.end()
 
-    async def _started(self) -> TokenStream:
+    async def _started(self) -> Mailbox:
         self._starting = asyncio.ensure_future(self._start(self._opened))
         try:
             await self._starting
@@ -125,7 +122,9 @@ class TokenReply:
         return self._stream
 
     def _last_parts(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """Splits a failed last event into its tokens and its failure. Raises the error if nothing was sent yet."""
+        """Splits the last event of a failed sequence into its tokens and its failure. Raises the error instead if
+        nothing has been sent.
+        """
         if event.error is not None and not self._begun and not event.size:
             raise as_request_error(event.error)
         self.error = self.error or event.error
@@ -139,14 +138,16 @@ class TokenReply:
         if self._unfinished:
             raise GenerationFailed("the token stream ended early")
 
-    def _opened(self, stream: TokenStream) -> None:
+    def _opened(self, stream: Mailbox) -> None:
         self._stream = stream
         if self._closed:
             stream.close()
 
 
 class PromptReply:
-    """The reply to a request about a prompt alone: the result of ``answer``, which is called once, in a thread."""
+    """The reply to a request that concerns only a prompt. It is the result of ``answer``, which is called once, in a
+    thread.
+    """
 
     keep_alive = b""
     reads_following = False
@@ -188,7 +189,9 @@ class TokenModel(ServedModel):
 
     @property
     def adapters(self) -> AdapterSet | None:
-        """The model's LoRA adapters; None if its engine does not support adapters, or the model has no engine now."""
+        """The model's LoRA adapters; None if its engine does not support adapters, or if the model currently has no
+        engine.
+        """
         try:
             found: AdapterSet | None = self._slot.built.adapters
         except NotServing:
@@ -201,8 +204,8 @@ class TokenModel(ServedModel):
         return frozenset() if self.adapters is None else self.adapters.names
 
     def most_open(self) -> int:
-        """Returns the number of requests of one gRPC stream that may run at once: ``max_num_seqs``. Raises
-        NotServing.
+        """Returns ``max_num_seqs``, which is also the number of requests of one gRPC stream that may run at once.
+        Raises NotServing.
         """
         return int(self._slot.built.engine.info.max_num_seqs)
 
@@ -235,17 +238,6 @@ class TokenModel(ServedModel):
     def message_failure(self, request_id: str, index: int, error: Exception) -> Sequence[JsonObject]:
         placeholder = GenerationRequest(request_id, (TextPrompt(""),))
         return V2.stream(placeholder, self._context(index)).fail(error)
-
-    def open_prediction(
-        self,
-        fields: Sequence[BodyField],
-        headers: Mapping[str, str],
-        request_id: str,
-        endpoint: EndpointKind,
-        parameters: Mapping[str, Any] = MappingProxyType({}),
-        whole_sequence: bool = False,
-    ) -> PieceReply:
-        raise no_handler(self.name)
 
     def _context(self, index: int | None) -> ReplyContext:
         return ReplyContext(self.name, self.version, int(time.time()), index)

@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import load
-from benchmarks.answers import Ask, WrongCount, check_all
+from benchmarks.answers import Ask, Recording, WrongCount, check_all
 from benchmarks.cases import QUICK, Case, UnknownCase, make_cases
+from benchmarks.endpoints import BadAnswer, HttpEndpoint, OpenAISpelling, events
 from benchmarks.figures import Figures
-from benchmarks.http_endpoint import BadAnswer, HttpEndpoint, events
 from benchmarks.prompts import Prompts
-from benchmarks.recording import Recording
 from benchmarks.servers import Live, Ours
-from benchmarks.spellings import OpenAISpelling
 from benchmarks.sweep import started
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -43,6 +41,7 @@ def test_prompts_have_their_length_and_no_common_beginning(prompts: Prompts) -> 
     assert made[0] == prompts.text(128, "case", 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", ["rest", "grpc", "openai"])
 def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, endpoint: str) -> None:
     asks = [Ask(*prompts.text(24, endpoint, index), 5 + index, 0.8 * (index % 2)) for index in range(4)]
@@ -63,6 +62,7 @@ def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, 
         check_all(asks, answers[::-1])
 
 
+@pytest.mark.long
 def test_a_refused_request_is_an_error(live: Live) -> None:
     endpoint = live.endpoints["rest"]
     recordings = asyncio.run(load.together(endpoint, [Ask("a", 1, 0)]))
@@ -70,6 +70,7 @@ def test_a_refused_request_is_an_error(live: Live) -> None:
         endpoint.read(recordings[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["c3", "p64", "p64-again", "mix", "copy", "prose", "prose-drawn", "c3-free", "c3-list"]
 )
@@ -79,6 +80,7 @@ def test_every_case_gives_its_figures(live: Live, prompts: Prompts, name: str) -
     _are_figures(figures)
 
 
+@pytest.mark.long
 def test_turns_and_a_batch_have_figures_of_their_own(live: Live, prompts: Prompts) -> None:
     turns, batch = make_cases(["turns3", "batch2"], replace(QUICK, batch_rows=200), prompts)
     figures = asyncio.run(turns.run(live.endpoints["rest"], live.pid, 0))
@@ -91,6 +93,7 @@ def test_turns_and_a_batch_have_figures_of_their_own(live: Live, prompts: Prompt
     )
 
 
+@pytest.mark.long
 def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) -> None:
     """The tiny model may be done with them before a busy client has read their first chunks: then they run again."""
     case = Case("c3+p100", replace(QUICK, running_new_tokens=800), prompts)
@@ -111,6 +114,7 @@ def _are_figures(figures: Figures) -> None:
     assert figures["rss_mib"] > 50
 
 
+@pytest.mark.long
 def test_streams_in_turn_do_not_overlap(live: Live, prompts: Prompts) -> None:
     recordings = asyncio.run(load.in_turn(live.endpoints["rest"], [Ask(*prompts.text(24, i), 4) for i in range(3)]))
     assert all(earlier.ended <= later.started for earlier, later in pairwise(recordings))

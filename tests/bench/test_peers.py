@@ -13,8 +13,7 @@ from benchmarks import bench_peers
 from benchmarks.model_folder import NoFolder, gguf_file
 from benchmarks.peers import PEERS
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.ours_vllm import OursVllm
-from benchmarks.peers.vllm_cpu import VllmCpu
+from benchmarks.peers.vllm_cpu import OursVllm, VllmCpu
 from benchmarks.shapes import SHAPES, Shape, written
 from tests import plain_http
 from tests.engine.wire_worker import interpreter

@@ -47,23 +47,33 @@ def recorder(tmp_path: Path) -> Recorder:
     return made
 
 
+def _row(recorder: Recorder, label: str, **more: Any) -> list[str]:
+    rows = report.comparison([recorder.run.as_result() | more], every=True)
+    return next(row[1:] for row in rows if row[0] == label)
+
+
 def test_ratios_are_of_the_best_runs(recorder: Recorder) -> None:
-    rows = report.ratio_table(recorder.run.as_result())
-    assert rows[0][2:] == ["ours", "theirs"]
-    assert [row[3] for row in rows[1:]] == ["2.00 (100)", "0.25 (40.0)", "1.00 (5.0)"]
+    assert _row(recorder, "tokens/s of the first column ÷ this")[0].startswith("1.00 / ")
+    assert _row(recorder, "tokens/s of the first column ÷ this")[1] == "2.00 / does not fit"
+
+
+def test_a_server_has_a_column_for_each_of_its_endpoints(recorder: Recorder) -> None:
+    recorder.add(("ours", "grpc", "c1", 0), {"tokens_per_s": 150.0, "ttft_p50_ms": 20.0})
+    assert _row(recorder, "") == ["ours 1, rest", "ours 1, grpc", "theirs 2"]
+    assert [cell.split(" / ")[0] for cell in _row(recorder, "tokens/s, median")] == ["150", "150", "75"]
 
 
 def test_a_case_has_its_share_of_the_limit_where_the_limit_is_known(recorder: Recorder) -> None:
-    result = recorder.run.as_result()
-    result["servers"][0]["cases"]["rest"]["c1"]["best"]["steady_tokens_per_s"] = 62.5  # 16 ms, where memory allows 8
-    assert report.case_table(result["servers"][0], "rest", result)[1][8] == "-"
-    result |= {"roofline": ROOFLINE, "scale": {"prompt_tokens": 128, "new_tokens": 128}}
-    assert report.case_table(result["servers"][0], "rest", result)[1][8] == "0.50"
-    assert "memory 1.0 GB/s; GFLOP/s of its units: bf16 1, fp32 0" in report.as_text(result)
+    recorder.add(("ours", "rest", "c1", 2), {"tokens_per_s": 1.0, "steady_tokens_per_s": 62.5, "rss_mib": 1.0})
+    label = "share of the machine's limit"  # 16 ms, where memory allows 8
+    scale = {"prompt_tokens": 128, "new_tokens": 128}
+    assert _row(recorder, label, roofline=ROOFLINE, scale=scale)[0] == "0.50 / -"
+    result = {**recorder.run.as_result(), "roofline": ROOFLINE, "scale": scale}
+    assert "memory 1.0 GB/s; GFLOP/s of its units: bf16 1, fp32 0" in report.as_markdown(result)
 
 
 def test_what_is_missing_is_named_with_its_reason_and_is_the_value_of_its_cell(recorder: Recorder) -> None:
-    text = report.as_text(recorder.run.as_result())
+    text = report.as_markdown(recorder.run.as_result())
     assert "gone: not installed: no wheels" in text and "theirs, c4: does not fit" in text
     rows = dict((row[0], row[2]) for row in report.comparison([recorder.run.as_result()])[1:])
     assert rows["tokens/s at 1 / 4 streams, best"] == "100 / does not fit"
@@ -115,12 +125,6 @@ def test_the_pages_say_what_the_results_say(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8") == (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_picture_is_drawn_of_what_is_there(recorder: Recorder, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report.plot(recorder.run.as_result(), tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("arguments", [["--cases", "nonsense"], ["--endpoints", "telnet"]])
 def test_wrong_options_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
@@ -131,7 +135,7 @@ def test_wrong_options_are_refused(arguments: list[str]) -> None:
 def test_a_quick_run_from_end_to_end(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "chip.jsonl"
     assert bench.main(["--quick", "--uri", str(tiny_model), "--output", str(kept)]) == 0
-    assert "c4" in capfd.readouterr().out
+    assert "tokens/s at 1 / 4 streams" in capfd.readouterr().out
     (run,) = read_runs(kept)
     (server,) = run.as_result()["servers"]
     assert set(server["cases"]) == {"rest", "grpc"}

@@ -56,10 +56,12 @@ def streamed(client: openai.OpenAI) -> None:
 def parsed(client: openai.OpenAI) -> None:
     response = client.responses.parse(input=_HELLO, text_format=Look, **_ASKED, **_SEED)
     assert response.status == "completed" and isinstance(response.output_parsed, Look)
-    chat = client.chat.completions.parse(
-        model="tiny", messages=[{"role": "user", "content": _HELLO}], response_format=Look, max_tokens=300, seed=4
-    )
-    assert isinstance(chat.choices[0].message.parsed, Look)
+    hello: Any = {"role": "user", "content": _HELLO}
+    asked: Any = {"model": "tiny", "response_format": Look, "max_tokens": 300, "seed": 4}
+    message = client.chat.completions.parse(messages=[hello], **asked).choices[0].message
+    assert isinstance(message.parsed, Look)
+    message = client.chat.completions.parse(messages=[hello, message, hello], **asked).choices[0].message
+    assert isinstance(message.parsed, Look)
 
 
 def tool_loop(client: openai.OpenAI) -> None:

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from tests import markdown
-from tests.clients.environments import PACKAGES
+from tests.clients import open_webui_bodies
+from tests.clients.environments import NODE_PACKAGES, PACKAGES
 from tests.clients.page import PAGE, REFUSED, ROWS, YES, Row, scripts
 
 _NOT_IMPLEMENTED = "tools, schemas, images"
@@ -42,15 +43,28 @@ def test_the_version_of_a_client_is_the_one_that_is_installed(row: Row) -> None:
 
 
 def test_a_feature_that_this_package_has_links_to_its_test() -> None:
-    """test_readme.py tests that each link leads somewhere."""
-    for feature, ours, *_ in markdown.table(PAGE, "Features beside other servers"):
-        said, linked = ours.count("yes"), re.findall(r"\[yes[^]]*\]\(\.\./tests/\w+/test_\w+\.py\)", ours)
-        assert len(linked) == said and (said or ours in ("no", "not run yet")), feature
+    """A cell is links alone, each with the name of one test of its file."""
+    rows = markdown.table(PAGE, "Features beside other servers")
+    linked = 0
+    for feature, ours, *_ in rows:
+        if ours in ("no", "not run yet"):
+            continue
+        for link in ours.split(", ["):
+            found = re.fullmatch(r'\[?yes[^]]*\]\(\.\./(tests/\w+/test_\w+\.py) "(test_\w+)"\)', link)
+            assert found, f"{feature}: {link}"
+            path, test = found.groups()
+            assert len(re.findall(rf"^(?:async )?def {test}\(", markdown.read(path), re.MULTILINE)) == 1, feature
+            linked += 1
+    assert linked >= len(rows) / 2
 
 
-def test_every_tool_was_tried_by_a_script_or_a_test() -> None:
-    for tool, *_, tried in markdown.table(PAGE, "More tools"):
+def test_every_tool_was_tried_by_a_script_or_a_test_with_the_version_that_is_installed() -> None:
+    pinned = [each for packages in (*PACKAGES.values(), *NODE_PACKAGES.values()) for each in packages]
+    named = f"{pinned} {markdown.read('Makefile')} {open_webui_bodies.__doc__}"
+    for tool, version, *cells, tried in markdown.table(PAGE, "More tools"):
+        assert set(cells) <= {YES, "-"} and YES in cells, tool
         assert re.search(r"\]\(\.\./tests/clients/\w+\.py\)", tried), tool
+        assert re.search(rf"(==|@| ){re.escape(version)}\W", named), tool
 
 
 def test_every_other_test_of_a_client_is_named_on_the_page() -> None:

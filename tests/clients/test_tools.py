@@ -16,6 +16,7 @@ import pytest
 
 from tests import plain_http
 from tests.clients.environments import make_environment, make_node_environment
+from tests.clients.forced_calls import CALLS, anthropic_call, forced_calls, responses_call
 from tests.clients.open_webui_bodies import CHATS, RESPONSES
 from tests.clients.test_clients import TOOL_TEMPLATE
 from tests.server.conftest import QUIET
@@ -26,6 +27,7 @@ _HERE = Path(__file__).parent
 _RUN_S = 3000  # minutes of it are starts of processes that import transformers
 _NODE_S = 300
 _AGENT_S = 400
+_ECHO = "echo forty-two"
 _AGENT_CONTEXT = 131_072  # tokens; nearly each byte is one
 _PROXY_START_S = 300
 _STOP_S = 30
@@ -90,21 +92,33 @@ def agents_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_claude_code_prints_an_answer(agents_server: Server, tmp_path: Path) -> None:
+def test_claude_code_calls_a_tool_twice_and_prints_an_answer(agents_server: Server, tmp_path: Path) -> None:
     claude = make_node_environment(tmp_path, "claude") / "node_modules" / ".bin" / "claude"
-    variables = {"ANTHROPIC_BASE_URL": agents_server.url, "ANTHROPIC_AUTH_TOKEN": "none"}
-    answer = json.loads(_ask(tmp_path, variables, claude, "-p", "Where is it?", "--output-format", "json"))
+    options = ["--output-format", "json", "--allowedTools", "Bash(echo:*)"]
+    with forced_calls(agents_server, anthropic_call("Bash", {"command": _ECHO})) as (url, sent):
+        variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none"}
+        answer = json.loads(_ask(tmp_path, variables, claude, "-p", "Where is it?", *options))
     assert not answer["is_error"] and answer["result"] and answer["usage"]["output_tokens"] > 0
+    body, status = sent[-1]
+    blocks = [block for message in body["messages"] if isinstance(message["content"], list)
+              for block in message["content"]]  # fmt: skip
+    results = [block for block in blocks if block["type"] == "tool_result"]
+    assert status == 200 and [block["content"] for block in results] == ["forty-two"] * CALLS, results
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_codex_prints_an_answer(agents_server: Server, tmp_path: Path) -> None:
+def test_codex_calls_a_tool_twice_and_prints_an_answer(agents_server: Server, tmp_path: Path) -> None:
     codex = make_node_environment(tmp_path, "codex") / "node_modules" / ".bin" / "codex"
-    provider = f'{{name="ours", base_url="{agents_server.url}/v1", wire_api="responses"}}'
-    options = ["-c", "model_provider=ours", "-c", f"model_providers.ours={provider}", "-m", "tiny", "--json"]
-    lines = _ask(tmp_path, {}, codex, "exec", "--skip-git-repo-check", *options, "Where is it?").splitlines()
+    with forced_calls(agents_server, responses_call("exec_command", {"cmd": _ECHO})) as (url, sent):
+        provider = f'{{name="ours", base_url="{url}/v1", wire_api="responses"}}'
+        options = ["-c", "model_provider=ours", "-c", f"model_providers.ours={provider}", "-m", "tiny", "--json"]
+        options += ["--skip-git-repo-check", "--sandbox", "danger-full-access"]  # of which a container has none
+        lines = _ask(tmp_path, {}, codex, "exec", *options, "Where is it?").splitlines()
     events = [json.loads(line) for line in lines if line.startswith("{")]
     assert events[-1]["type"] == "turn.completed" and events[-1]["usage"]["output_tokens"] > 0
+    body, status = sent[-1]
+    results = [str(item["output"]) for item in body["input"] if item.get("type") == "function_call_output"]
+    assert status == 200 and len(results) == CALLS and all("forty-two" in result for result in results)
 
 
 def _ask(home: Path, variables: dict[str, str], program: Path, *arguments: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,8 @@ def main() -> None:
     for folder in options.tasks:
         for size in sizes:
             hf.batch_size_per_gpu = size
-            print(json.dumps({"task": folder.name, "backend": "hf", "batch": size, **timed(hf, folder)}))
-        print(json.dumps({"task": folder.name, "backend": "server", **timed(server, folder)}))
-        sys.stdout.flush()
+            print(json.dumps({"task": folder.name, "backend": "hf", "batch": size, **timed(hf, folder)}), flush=True)
+        print(json.dumps({"task": folder.name, "backend": "server", **timed(server, folder)}), flush=True)
 
 
 if __name__ == "__main__":

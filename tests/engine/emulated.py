@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.core import EngineCore
@@ -101,7 +101,7 @@ def decodes_alone(batch: Batch) -> bool:
     return all(each.count == 1 for each in batch.sequences)
 
 
-async def decoding(engine: EngineCore, count: int) -> list[TokenStream]:
+async def decoding(engine: EngineCore, count: int) -> list[Mailbox]:
     """Streams of 240 tokens each, which have their first token."""
     streams = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(count)]
     for each in streams:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import StepPart
 from mlserver_torch_stream.engine.scheduler.queue import PromptBudget, SchedulerLimits
@@ -278,9 +277,9 @@ class ModelledEngine:
         guilty = parts[culprit % len(parts)].sequence.request
         guilty.finish(FinishReason.ERROR)
         if self.spec.state_bytes or culprit % 3 == 0:
-            self.void.update(self.scheduler.ledger.recompute([part.sequence for part in parts]))
+            self.void.update(self.scheduler.restarts.recompute([part.sequence for part in parts]))
         else:
-            self.void.update(self.scheduler.ledger.isolate(parts))
+            self.void.update(self.scheduler.restarts.isolate(parts))
         gone = [each for each in guilty.sequences if each not in self.busy]
         self.void.update(self.scheduler.release(gone, forget=culprit % 2 == 0))
         for part, batched, ids in zip(parts, flight.plan.batch.sequences, flight.ids, strict=True):

@@ -8,7 +8,7 @@ import transformers
 from tests.engine.all_families import TYPES, page_version, row_of, rows
 
 # The class of real Gemma 4 checkpoints, which has encoders of images and sound, and layers with unequal heads.
-FAST = ("gemma4",)
+LONG = ("gemma4",)
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != page_version(), reason="the page's table is of another version of transformers"
@@ -20,7 +20,8 @@ def test_the_page_has_a_row_for_each_type() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", [*FAST, *(pytest.param(t, marks=pytest.mark.slow) for t in TYPES if t not in FAST)]
+    "model_type",
+    [pytest.param(each, marks=pytest.mark.long if each in LONG else pytest.mark.slow) for each in TYPES],
 )
 def test_the_type_is_served_as_the_page_says_with_the_tokens_of_generate(model_type: str) -> None:
     assert row_of(model_type) == rows()[model_type]

@@ -129,13 +129,12 @@ def test_forced_tokens_have_the_log_probabilities_that_the_model_gives_them(
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        {"lookup": True},
-        {"cache_bytes": 30_000, "prefill_tokens": 8},
-        {"prefix_bytes": 2**20},
-        {"prefill_tokens": None},
+        pytest.param({}, id="together"),
+        pytest.param({"lookup": True}, id="prompt lookup", marks=pytest.mark.long),
+        pytest.param({"cache_bytes": 30_000, "prefill_tokens": 8}, id="preemption"),
+        pytest.param({"prefix_bytes": 2**20}, id="prefix cache", marks=pytest.mark.long),
+        pytest.param({"prefill_tokens": None}, id="whole prompts", marks=pytest.mark.long),
     ],
-    ids=["together", "prompt lookup", "preemption", "prefix cache", "whole prompts"],
 )
 def test_the_tokens_are_those_of_each_alone(
     model: PreTrainedModel, schema: CompiledConstraint, expected: list[tuple[int, ...]], more: dict[str, Any]

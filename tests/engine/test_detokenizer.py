@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.tokenizer import ByteDetokenizer, TextCodec, WindowDetokenizer
 from mlserver_torch_stream.types import FinishReason, SamplingParameters, TextPrompt
@@ -218,7 +217,9 @@ def test_skipped_special_tokens_do_not_eat_the_next_space() -> None:
     assert "".join(_stream(codec, [word, *[2] * 200, word], skip=True)) == "the the"
 
 
-@pytest.mark.parametrize(("kind", "most"), [("byte_level", 500_000), ("fused_byte_level", 20_000)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [pytest.param("byte_level", 500_000, marks=pytest.mark.long), ("fused_byte_level", 20_000)]
+)
 def test_time_does_not_grow_with_the_length(kind: str, most: int) -> None:
     codec, rng = _codec(kind), random.Random(1)
     ids = [rng.randrange(codec.vocab_size) for _ in range(most)]

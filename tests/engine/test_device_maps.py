@@ -78,7 +78,10 @@ async def together(engine: EngineCore) -> list[list[int]]:
     return [await sequence for sequence in sequences]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma3_text", *(pytest.param(each, marks=pytest.mark.long) for each in ("qwen3", "gemma2", "lfm2"))],
+)
 def test_layers_on_two_devices(family: str) -> None:
     model = spread(make(family))
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
@@ -110,14 +113,20 @@ def test_each_layers_pages_live_where_its_keys_are() -> None:
 @pytest.mark.parametrize(
     "device_map",
     [
-        {"": "cpu"},
-        {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
-         "model.rotary_emb": "cpu", "lm_head": "cpu"},
-        {"model": "disk", "lm_head": "cpu"},
-        {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "disk", "model.rotary_emb": "cpu",
-         "lm_head": "disk"},
+        pytest.param({"": "cpu"}, id="all in memory", marks=pytest.mark.long),
+        pytest.param(
+            {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu",
+             "model.rotary_emb": "cpu", "lm_head": "cpu"},
+            id="a layer on disk",
+        ),
+        pytest.param({"model": "disk", "lm_head": "cpu"}, id="all layers on disk", marks=pytest.mark.long),
+        pytest.param(
+            {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "disk", "model.rotary_emb": "cpu",
+             "lm_head": "disk"},
+            id="embedding and head on disk",
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["all in memory", "a layer on disk", "all layers on disk", "embedding and head on disk"],
 )  # fmt: skip
 def test_weights_on_disk_give_the_same_tokens(tiny_model: Path, tmp_path: Path, device_map: dict[str, str]) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()

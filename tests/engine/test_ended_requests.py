@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason

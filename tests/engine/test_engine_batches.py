@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats, Mailbox
 from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from tests.engine.tiny import (
@@ -95,6 +94,7 @@ def test_a_long_run_with_many_short_visitors_stays_right(family: str) -> None:
     run_with_engine(scenario, model, context=1024)
 
 
+@pytest.mark.long
 def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(model: PreTrainedModel) -> None:
     expected = [reference(model, prompt_of(6, i), 30) for i in range(4)]
     stats: list[EngineStats] = []
@@ -216,7 +216,9 @@ def test_a_beginning_of_many_requests_at_once_is_computed_once_and_held_once(mod
     assert 1000 < held <= 1000 + 32 * 16  # two pages of its own for each
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2", pytest.param("gemma2", marks=_SLOW)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("lfm2", marks=pytest.mark.long), pytest.param("gemma2", marks=_SLOW)]
+)
 def test_many_sequences_of_a_prompt_share_few_pages_and_are_preempted_rightly(family: str) -> None:
     """Five answers to a prompt of 30 tokens, in memory for two of them apart."""
     model = tiny_model(family)

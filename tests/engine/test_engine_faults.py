@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
+from mlserver_torch_stream.engine.api import EngineRequest, EngineStats, Mailbox
 from mlserver_torch_stream.engine.cache.paged_cache import LayerPages, PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import SequenceState
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler
 from mlserver_torch_stream.engine.step.batcher import DeadBatcher
@@ -134,7 +133,12 @@ def test_a_prefill_that_raises_fails_its_request_alone(model: PreTrainedModel, w
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "bloom"))]
+    "family",
+    [
+        "llama",
+        pytest.param("lfm2", marks=pytest.mark.long),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "bloom")),
+    ],
 )
 def test_a_decode_step_that_raises_fails_the_culprit_alone(family: str) -> None:
     model = tiny_model(family)
@@ -182,7 +186,9 @@ def test_the_culprit_among_sixteen_is_found_in_eight_forwards(model: PreTrainedM
     run_with_engine(scenario, model, max_num_seqs=16, prefill_tokens=64)
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("lfm2", marks=pytest.mark.long), pytest.param("gemma2", marks=pytest.mark.slow)]
+)
 def test_nan_fails_its_row_alone_and_leaves_no_trace_in_the_slot(family: str) -> None:
     model = tiny_model(family, tie_word_embeddings=False)
     with torch.no_grad():
@@ -328,7 +334,7 @@ def test_who_shares_the_pages_of_a_prompt_with_nan_is_computed_again(family: str
     assert max(len(call) for call in together) > 3 or family == "bloom"  # which runs each prompt by itself
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("lfm2", marks=pytest.mark.long)])
 def test_answers_to_one_prompt_survive_the_failure_of_the_step_in_which_they_part(family: str) -> None:
     """That step copies the page, or the states, from which they go on."""
     model = tiny_model(family)

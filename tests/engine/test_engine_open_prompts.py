@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.errors import InvalidInput, QueueFull
 from mlserver_torch_stream.types import FinishReason, SamplingParameters
 from tests.engine.tiny import (

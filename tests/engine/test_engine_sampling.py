@@ -57,7 +57,7 @@ def alone(model: PreTrainedModel, params: SamplingParameters, **options: Any) ->
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
         pytest.param({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, id="filtered", marks=pytest.mark.slow),
-        pytest.param({"min_p": 0.02, "repetition_penalty": 1.2}, id="penalised"),
+        pytest.param({"min_p": 0.02, "repetition_penalty": 1.2}, id="penalised", marks=pytest.mark.long),
     ],
 )
 def test_a_seed_gives_the_same_tokens_in_any_company(model: PreTrainedModel, changes: dict[str, Any]) -> None:

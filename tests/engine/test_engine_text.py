@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import MAX_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (

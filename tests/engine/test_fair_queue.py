@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue, ServiceRate
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

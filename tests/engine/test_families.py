@@ -47,7 +47,7 @@ async def staggered(engine: EngineCore) -> list[list[int]]:
     return await asyncio.gather(*(one(number, *request) for number, request in enumerate(REQUESTS)))
 
 
-@fast(*KINDS)
+@fast("llama", "gemma3_text", "bloom", "qwen3_next", "jamba", long=KINDS)
 def test_rows_that_join_and_leave_get_the_tokens_they_get_alone(family: str) -> None:
     model = make(family)
     expected = [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(REQUESTS)]

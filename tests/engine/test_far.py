@@ -71,7 +71,7 @@ def test_the_lengths_that_a_config_names(family: str, changes: dict[str, Any], l
         ("qwen3_next", LLAMA_3),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_a_sound_model_passes(family: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
     with torch.inference_mode():
         assert check_batching(tiny_model(family, **changes).to(dtype)).problem is None
@@ -107,7 +107,7 @@ FAR_CHUNK = {"attention_chunk_size": LENGTH, "floor_scale": 64}
 @pytest.mark.parametrize(("family", "changes"), [("mistral", WINDOW), ("llama4_text", FAR_CHUNK)])
 @pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize("page_size", [16, pytest.param(256, marks=pytest.mark.long)])
 def test_a_far_window_or_chunk_that_is_off_by_one_is_found_out(
     family: str, changes: dict[str, Any], off: int, dtype: torch.dtype, page_size: int
 ) -> None:

@@ -51,7 +51,14 @@ def other_model(family: str) -> PreTrainedModel:
     return model.float().eval()
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "bart",
+        "xlnet",
+        *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS if each not in ("bart", "xlnet")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*encoder_no_repeat_ngram_size.*:UserWarning")
 def test_families_that_force_their_last_token_or_know_no_context_answer_as_in_generate(
     family: str, tmp_path: Path

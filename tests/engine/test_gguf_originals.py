@@ -58,7 +58,14 @@ def test_a_file_gives_the_tokens_of_its_original(name: str, tmp_path: Path) -> N
     check_same(load_gguf(write_original(original, tmp_path / "m.gguf"), "float32"), original)
 
 
-@pytest.mark.parametrize("name", [name for name in ORIGINALS if name not in WITHOUT_KERNELS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "mixtral", "gemma3") else pytest.param(name, marks=pytest.mark.long)
+        for name in ORIGINALS
+        if name not in WITHOUT_KERNELS
+    ],
+)
 def test_packed_weights_give_the_tokens_of_the_original(name: str, tmp_path: Path) -> None:
     original = make_original(name)
     write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)

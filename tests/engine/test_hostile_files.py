@@ -13,7 +13,10 @@ from tests.engine import hostile_files
 from tests.engine.tiny_gguf import write_tiny_gguf
 
 
-@pytest.mark.parametrize("examples", [pytest.param(1, id="some"), pytest.param(300, id="many", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param(1, id="some", marks=pytest.mark.long), pytest.param(300, id="many", marks=pytest.mark.slow)],
+)
 def test_hostile_files_end_in_errors_of_ours(examples: int, tiny_model: Path, tmp_path: Path) -> None:
     """Headers of GGUF and safetensors files, configs and tokenizers, so many of each."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))

@@ -101,7 +101,12 @@ def test_several_processes_may_compile_at_once(quick: None, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "left", [pytest.param(0, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.slow), 0.5]
+    "left",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(5000, marks=pytest.mark.slow),
+        pytest.param(0.5, marks=pytest.mark.long),
+    ],
 )
 def test_a_library_that_was_cut_is_compiled_anew_and_ends_no_process(cache: Path, left: float) -> None:
     """A page beyond the end of a mapped file is a SIGBUS, which no handler survives: hence a process of its own."""

@@ -12,7 +12,7 @@ from mlserver_torch_stream.engine.forward.model_step import Way
 from tests.engine.all_families import HEADING, PAGE
 from tests.engine.fast_families import fast
 from tests.engine.page_answers import Answers, check
-from tests.engine.tiny_models import FAMILIES, SERIAL_FAMILIES, tiny_model
+from tests.engine.tiny_models import FAMILIES, KINDS, SERIAL_FAMILIES, tiny_model
 
 
 def way_of(model: PreTrainedModel, answers: Answers) -> tuple[Way, bool] | None:
@@ -36,7 +36,7 @@ def test_the_page_has_a_row_for_each_family_that_is_tried() -> None:
     assert sorted(table()) == sorted([*FAMILIES, *SERIAL_FAMILIES])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@fast(*KINDS, long=FAMILIES)
 def test_every_family_gets_its_tokens_over_pages_in_the_way_that_the_page_says(family: str) -> None:
     check_as_the_page_says(family, 16)
 
@@ -71,7 +71,7 @@ def test_pages_may_be_of_any_size(family: str) -> None:
     check_as_the_page_says(family, 1, 256)
 
 
-@pytest.mark.parametrize("way", [Way.ROWS, Way.MASKED_ROWS])
+@pytest.mark.parametrize("way", [Way.ROWS, pytest.param(Way.MASKED_ROWS, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "family",
     ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "llama4_chunked", "gpt_oss"))],

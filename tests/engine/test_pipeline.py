@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.overlap import Overlap, take_pipeline, waits_midway
@@ -61,7 +61,7 @@ REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(7)]
     "family",
     [
         "gemma3_text",
-        "lfm2",
+        pytest.param("lfm2", marks=pytest.mark.long),
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "mixtral", "qwen3_next")),
     ],
 )
@@ -413,7 +413,7 @@ def test_a_thread_that_dies_ends_every_stream_and_the_engine() -> None:
         run(scenario(engine))
 
 
-async def last_of(stream: TokenStream) -> TokenEvent:
+async def last_of(stream: Mailbox) -> TokenEvent:
     return [event async for event in stream][-1]
 
 

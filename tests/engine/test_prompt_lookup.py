@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step.drafts import NgramIndex, PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer

@@ -51,6 +51,16 @@ _SETTINGS: list[dict[str, float]] = [
     {"temperature": 1.2, "top_p": 0.9, "typical_p": 0.7},
 ]
 
+# One of each filter, and all of them together: to draw thousands of tokens takes longer than to compare the kept sets.
+_FEW: list[dict[str, float]] = [
+    {"temperature": 0.6},
+    {"temperature": 0.8, "top_k": 50},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.9, "typical_p": 0.5},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.6},
+]
+
 
 def _row(
     *,
@@ -126,7 +136,9 @@ def test_the_kept_set_is_transformers(setting: dict[str, Any], spread: float, mo
     assert kept & best == expected & best & set(asked)
 
 
-@pytest.mark.parametrize("setting", _SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "setting", [each if each in _FEW else pytest.param(each, marks=pytest.mark.long) for each in _SETTINGS], ids=str
+)
 def test_frequencies_are_transformers(setting: dict[str, Any]) -> None:
     draws, vocab_size = 2000, 1200
     logits = _logits(1, vocab_size, seed=5, spread=2.0)[0]

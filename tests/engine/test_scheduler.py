@@ -410,7 +410,7 @@ def test_a_sequence_that_fills_the_cache_goes_on_after_it_has_lost_its_pages() -
     engine.add(request)
     while len(request.sequences[0].tokens) < 35:
         engine.step()
-    engine.scheduler.ledger.recompute(request.sequences)
+    engine.scheduler.restarts.recompute(request.sequences)
     engine.run()
     engine.check_end()
 
@@ -466,12 +466,12 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
     plan = engine.scheduler.schedule()
     writer, *sharing = [part.sequence for part in plan.parts]
     assert len(sharing) == 2
-    assert engine.scheduler.ledger.isolate(plan.parts) == sharing
+    assert engine.scheduler.restarts.isolate(plan.parts) == sharing
     assert not any(engine.scheduler.advance(part, part.count) for part in plan.parts[1:])
     assert engine.scheduler.release([writer], forget=True) == []
     again = engine.scheduler.schedule()
     assert [part.start for part in again.parts] == [0, 32]
-    assert engine.scheduler.ledger.recompute([again.parts[0].sequence]) == sharing
+    assert engine.scheduler.restarts.recompute([again.parts[0].sequence]) == sharing
     (first, second) = [part.sequence for part in engine.scheduler.schedule().parts]
     assert engine.scheduler.release([first]) == [second]
 
@@ -487,7 +487,7 @@ def test_sequences_whose_copies_were_in_a_failed_batch_are_computed_again_withou
         parts = zip(plan.parts, plan.batch.sequences, strict=True)
         copied = [part.sequence for part, each in parts if targets & {each.state_slot, each.tables[0][-1]}]
         assert len(copied) == len(targets) == 2
-        assert engine.scheduler.ledger.isolate(plan.parts) == copied
+        assert engine.scheduler.restarts.isolate(plan.parts) == copied
         assert [engine.scheduler.ledger.is_void(part) for part in plan.parts] == [
             part.sequence in copied for part in plan.parts
         ]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlserver_torch_stream.engine.api import EngineRequest
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.answer_writer import StopMatcher, StopStrings
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec

@@ -36,7 +36,7 @@ from tests.engine.tiny_models import tiny_model as tiny
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("refuses", "^rank 1: no room for xxxxx$"),
+        pytest.param("refuses", "^rank 1: no room for xxxxx$", marks=pytest.mark.long),
         pytest.param(
             *("dies", "the ranks lost their connection while loading: rank 1 ended with status 7"),
             marks=pytest.mark.slow,

@@ -18,14 +18,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
 from mlserver_torch_stream.engine.cache.pages import Batch
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.pipeline.in_flight import InFlightForwards
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards

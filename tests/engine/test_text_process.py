@@ -83,7 +83,7 @@ def test_a_panic_in_the_servers_own_process_is_an_error_of_the_request(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("steps", [4, 9])
+@pytest.mark.parametrize("steps", [4, pytest.param(9, marks=pytest.mark.long)])
 def test_a_tokenizer_that_makes_texts_very_much_longer_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:

@@ -4,18 +4,21 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
@@ -44,7 +47,7 @@ from mlserver_torch_stream.types import (
 )
 from mlserver_torch_stream.work_threads import Cancellation, in_thread
 from tests.engine.tiny import collect, run, until
-from tests.engine.wire_worker import CONTEXT, answer, interpreter
+from tests.engine.wire_worker import CONTEXT, VOCAB, answer, interpreter
 
 PROMPT = (40, 41, 42)
 
@@ -53,14 +56,19 @@ Start = Callable[..., BuiltEngine]
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Builds an engine over the second worker; its arguments are keys of ``vllm``, and ``extra`` has other settings."""
+    """Builds an engine over the second worker; its arguments are keys of ``vllm``, and ``extra`` has other settings.
+
+    ``folder`` is another model than the tiny one.
+    """
     monkeypatch.setattr(vllm_engine, "_DELAYS_S", (0.01,))
     python = interpreter(tmp_path)
     started: list[BuiltEngine] = []
 
-    def build(extra: dict[str, Any] | None = None, on_death: Any = None, **vllm: Any) -> BuiltEngine:
+    def build(
+        extra: dict[str, Any] | None = None, on_death: Any = None, folder: Path = tiny_model, **vllm: Any
+    ) -> BuiltEngine:
         settings = {"vllm": {"marks": str(tmp_path), **vllm}, "vllm_python": str(python), **(extra or {})}
-        built = build_engine(parse_settings(str(tiny_model), settings), "", on_death, ProcessResources())
+        built = build_engine(parse_settings(str(folder), settings), "", on_death, ProcessResources())
         started.append(built)
         return built
 
@@ -90,7 +98,7 @@ async def asked(built: BuiltEngine, constraint: Constraint | None = None, **para
     return [event async for event in streams[0]]
 
 
-async def last_events(stream: TokenStream) -> list[TokenEvent]:
+async def last_events(stream: Mailbox) -> list[TokenEvent]:
     return [event async for event in stream if event.finish_reason is not None]
 
 
@@ -119,7 +127,7 @@ def test_tokens_text_usage_and_cached_tokens_come_from_the_worker(start: Start) 
     assert built.engine.info.max_model_len == CONTEXT
 
 
-def test_each_answer_of_n_is_a_sequence_of_the_worker_with_a_seed_of_its_own(start: Start, tmp_path: Path) -> None:
+def test_each_answer_of_n_is_a_sequence_of_the_worker(start: Start, tmp_path: Path) -> None:
     record = tmp_path / "record"
     events = generated(
         start(record=str(record)), greedy(4, n=3, temperature=1.0, seed=7, logprobs=True, top_logprobs=2)
@@ -129,8 +137,8 @@ def test_each_answer_of_n_is_a_sequence_of_the_worker_with_a_seed_of_its_own(sta
     first = events[0].logprobs[0]
     assert (first.logprob, [value for _, value in first.top]) == (-0.5, [-0.5, -1.5])
     assert events[0].cumulative_logprob == -2.0
-    requests = json.loads(record.read_text().splitlines()[0])["requests"]
-    assert [each["params"]["seed"] for each in requests] == [7, 8, 9]
+    (message,) = record.read_text().splitlines()
+    assert (json.loads(message)["n"], json.loads(message)["params"]["seed"]) == (3, 7)
 
 
 def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, tmp_path: Path) -> None:
@@ -152,7 +160,7 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
         seed=2**63 - 1,
     )
     generated(built, params)
-    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    request = json.loads(record.read_text().splitlines()[0])
     assert request["params"] == {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -173,6 +181,18 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
     assert request["grammar"] is None
 
 
+def test_ids_outside_the_vocabulary_do_not_reach_the_worker(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+    """vLLM refuses such an id among the ends, and its engine core dies of one in a bad word."""
+    folder, record = tmp_path / "model", tmp_path / "record"
+    shutil.copytree(tiny_model, folder)
+    rules = {"eos_token_id": [1, VOCAB], "suppress_tokens": [3, VOCAB], "bad_words_ids": [[5, 6], [5, VOCAB], [-1]]}
+    (folder / "generation_config.json").write_text(json.dumps(rules))
+    generated(start(folder=folder, record=str(record)), SamplingParameters(max_tokens=2))
+    request = json.loads(record.read_text().splitlines()[0])
+    assert request["params"]["stop_token_ids"] == [1]
+    assert request["bad_words"] == [[3], [5, 6]]
+
+
 # The text of an answer, and where it ends, are made here; the ends by ids become ``stop_token_ids``.
 _HERE = {"stop", "include_stop_str_in_output", "skip_special_tokens", "eos_token_ids", "ignore_eos", "n"}
 _OTHERWISE = {"prompt_logprobs", "bad_words", "logprobs", "top_logprobs", "typical_p"}  # are tested above and below
@@ -185,7 +205,7 @@ def test_no_sampling_parameter_is_forgotten(start: Start, tmp_path: Path) -> Non
     changes |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}}
     changes |= {"stop_token_ids": (5,), "seed": 3}
     generated(start(record=str(record)), SamplingParameters(**changes, cache_salt="ours"))
-    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    request = json.loads(record.read_text().splitlines()[0])
     assert changes.keys() <= request["params"].keys() and request["salt"] == "ours"
     assert {each.name for each in fields(SamplingParameters)} == changes.keys() | {"cache_salt"} | _HERE | _OTHERWISE
 
@@ -217,7 +237,7 @@ def test_a_constraint_is_one_grammar_in_larks_language(
 
     record = tmp_path / "record"
     run(asked(start(record=str(record)), Constraint(kind, source, "f"), max_tokens=2))
-    (request,) = json.loads(record.read_text().splitlines()[0])["requests"]
+    request = json.loads(record.read_text().splitlines()[0])
     grammar = any_to_lark(request["grammar"])  # as vLLM reads it
     assert grammar == request["grammar"]
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar)) == ""
@@ -273,13 +293,13 @@ def test_the_queue_stands_before_the_worker_and_is_bounded(start: Start, tmp_pat
         for stream in streams:
             await anext(stream)
         streams.append(built.engine.submit([EngineRequest(PROMPT, greedy(400))]))
-        await until(lambda: record.read_text().count('"prompt"') == 5, "the fifth in the worker")
+        await until(lambda: record.read_text().count('"add"') == 5, "the fifth in the worker")
         streams += [built.engine.submit([EngineRequest(PROMPT, greedy(400))]) for _ in range(3)]
         await until(lambda: built.engine.stats().waiting_requests >= 3, "the queue")
         with pytest.raises(QueueFull):
             for _ in range(2):
                 streams.append(built.engine.submit([EngineRequest(PROMPT, greedy(1))]))
-        assert record.read_text().count('"prompt"') == 5
+        assert record.read_text().count('"add"') == 5
         assert built.engine.stats().running_sequences == 4
         for stream in streams:
             stream.close()
@@ -415,6 +435,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
     "wrong",
     [
         {"garbage": "ffffffff00000000"},  # a header of 4 GiB
+        {"garbage": "0000000204000001"},  # a body of more than 64 MiB
         {"garbage": "00000004000000007b7d7d7d"},  # not JSON
         {"garbage": "00000008000000007b2274223a20317d"},  # a message of kind 1
         {"garbage": "0000001a000000007b2274223a22616e737765726564222c2263616c6c223a7b7d7d"},  # an answer to a call {}
@@ -422,14 +443,35 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
         {"row": [1, [5], "for fun", None, None, None, None]},
         {"row": [1, [5], None, None, [], None, None]},
         {"row": [1, [5], None]},
+        {"stats": {"kv_usage": float("nan")}},
     ],
     ids=str,
 )
-def test_a_worker_that_says_nonsense_is_ended(wrong: dict[str, Any], start: Start) -> None:
+def test_a_worker_that_says_nonsense_is_ended_with_one_line(
+    wrong: dict[str, Any], start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     built = start(**wrong)
     event = generated(built, greedy(5))[0]
     assert event.finish_reason is FinishReason.ERROR
     assert "something that is not a message" in str(event.error)
+    (line,) = [each for each in caplog.records if "not a message" in each.getMessage()]
+    assert line.exc_info is None
+
+
+def test_a_message_of_the_worker_that_is_cut_off_ends_it(start: Start) -> None:
+    built = start(garbage="00000010000000007b", leaves=True)
+    event = generated(built, greedy(5))[0]
+    assert event.finish_reason is FinishReason.ERROR
+    assert str(event.error) == "the engine died: vLLM's worker ended with status 3"
+
+
+def test_a_request_of_many_answers_and_a_long_constraint_is_one_message_of_bounded_size(start: Start) -> None:
+    """The worker ends at a message of more than 64 MiB: one client would end the answers of all others."""
+    built = start(max_num_seqs=600)
+    schema = json.dumps({"enum": [f"{number:0120}" for number in range(1000)]})  # in 600 messages more than 64 MiB
+    events = run(asked(built, Constraint(ConstraintKind.JSON_SCHEMA, schema, "f"), max_tokens=1, n=600))
+    assert {event.index for event in events} == set(range(600))
+    assert all(event.error is None for event in events)
 
 
 def test_a_row_of_a_sequence_that_is_not_there_is_left_alone(start: Start) -> None:
@@ -462,6 +504,19 @@ def test_the_worker_sees_no_setting_of_the_server_and_tells_nobody_of_itself(
     assert seen["VLLM_HOST_IP"] == "127.0.0.1"
     assert seen["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
     assert not Path(seen["TMPDIR"]).exists() or Path(seen["TMPDIR"]) in Path(seen["VLLM_RPC_BASE_PATH"], "x").parents
+
+
+def test_the_sockets_of_vllm_have_short_paths_in_a_long_temporary_directory(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = tmp_path / "environment"
+    for name, inside in (("t", True), ("t" * 80, False)):
+        place = Path(tempfile.mkdtemp(prefix=name, dir="/tmp"))
+        monkeypatch.setattr(tempfile, "tempdir", str(place))
+        start(environment=str(environment))
+        sockets = Path(json.loads(environment.read_text())["VLLM_RPC_BASE_PATH"])
+        assert (place in sockets.parents) is inside
+        assert len(f"{sockets}/{uuid4()}") <= 107
 
 
 _SERVER = """
@@ -567,7 +622,7 @@ def test_adapters_are_loaded_with_the_model_while_it_serves_and_with_the_next_wo
 
     run(change())
     messages = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [each["requests"][0]["adapter"] for each in messages if each["t"] == "add"] == [None, 1, 2, 2]
+    assert [each["adapter"] for each in messages if each["t"] == "add"] == [None, 1, 2, 2]
     assert [each["id"] for each in messages if each["t"] == "unload_adapter"] == [1]
     assert built.engine.info.adapters == {"second"}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from mlserver_torch_stream.engine.api import EngineRequest, TokenStream
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed
 from mlserver_torch_stream.generation import Generator
@@ -33,7 +33,7 @@ from tests.engine.tiny import collect, run, until
 _QUESTION = ChatPrompt(({"role": "user", "content": "What is the capital of France?"},))
 _LEAK_BYTES = 2**23
 _COMPUTES = "VLLM::Worker"
-_WARMING_BYTES = 2**25
+_LEAK_BYTES_COMPUTING = 2**24
 _LONG = {"max_model_len": 512, "kv_cache_memory": "256MiB"}
 
 pytestmark = NEEDS_VLLM
@@ -172,7 +172,7 @@ def _processes(built: BuiltEngine) -> set[int]:
     return {subreaper, *descendants(subreaper)}
 
 
-async def _last_events(stream: TokenStream) -> list[TokenEvent]:
+async def _last_events(stream: Mailbox) -> list[TokenEvent]:
     return [event async for event in stream if event.finish_reason is not None]
 
 
@@ -220,9 +220,15 @@ def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tmp_path: Pat
         built.shutdown()
 
 
-def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path: Path) -> None:
-    """The process that computes holds no request. It grows as it writes the pages of its cache for the first time, and
-    makes kernels for new numbers of tokens: by 48, 33, 27, 22, 7, 8 and 12 MiB in 300 requests each."""
+def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN keeps its kernels for up to 1,024 shapes of a matrix product, and each new number of tokens in a step is a
+    new shape: the process that computes grows from 592 to 806 MiB between 300 and 3,000 of these requests, by 69 MiB in
+    the first 300 of them and by 3 MiB in the last, and it grows in the same way under vLLM alone. With 32 kernels it
+    grows by 6 MiB in the 1,500 requests after the first 300.
+    """
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     built = build(save_tiny("llama", tmp_path), max_num_seqs=16)
 
     async def ask(number: int, free: asyncio.Semaphore) -> None:
@@ -246,8 +252,8 @@ def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path:
         return sum(map(_resident, pids - computing)), sum(map(_resident, computing)), descriptors
 
     try:
-        before, cold, open_before = run(ask_all(range(300)), UNLIKELY_S)
-        after, warm, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
+        before, computing_before, open_before = run(ask_all(range(300)), UNLIKELY_S)
+        after, computing_after, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
         stats = built.engine.stats()
     finally:
         assert built.give_back()
@@ -255,8 +261,8 @@ def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tmp_path:
     assert (stats.running_sequences, stats.waiting_requests, stats.kv_cache_bytes) == (0, 0, 0)
     assert stats.cancelled_sequences <= 334
     assert after - before < _LEAK_BYTES
-    assert cold > 0, "vLLM has no process of that name"
-    assert warm - cold < _WARMING_BYTES
+    assert computing_before > 0, "vLLM has no process of that name"
+    assert computing_after - computing_before < _LEAK_BYTES_COMPUTING
     assert open_after <= open_before + 2  # a socket of the event loop, and its wake-up
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from mlserver_torch_stream.engine.api import EngineRequest
+from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.core import EngineCore
-from mlserver_torch_stream.engine.mailbox import Mailbox
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.scheduler.queue import QueueLimits
 from mlserver_torch_stream.engine.step.batcher import Batcher

@@ -56,6 +56,21 @@ def load_model(resolved: ResolvedSettings) -> LoadedModel:
     return complete(load_weights(files, resolved), load_tokenizer(files, resolved), resolved)
 
 
+_FOUND: dict[tuple[object, ...], SelfCheckResult] = {}
+
+
+def findings_of(model: PreTrainedModel) -> SelfCheckResult:
+    """What the check at load finds, once for all models of the same class and config in this process.
+
+    The check takes a tenth of a second, and hundreds of tests make an engine over the same few models.
+    """
+    places = frozenset((parameter.dtype, parameter.device) for parameter in model.parameters())
+    key = type(model), model.config.to_json_string(use_diff=False), places
+    if key not in _FOUND:
+        _FOUND[key] = check_batching(model)
+    return _FOUND[key]
+
+
 def batcher_over(
     model: PreTrainedModel,
     findings: SelfCheckResult | None = None,
@@ -71,7 +86,7 @@ def batcher_over(
 ) -> ContinuousBatcher:
     """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``."""
     with torch.inference_mode():
-        findings = findings or check_batching(model)
+        findings = findings or findings_of(model)
     assert findings.spec is not None, findings.problem
     spec = replace(findings.spec, page_size=page_size)
     pages = tuple(cache_bytes // spec.page_bytes(group) for group in range(len(spec.groups)))

@@ -28,6 +28,7 @@ import sys
 sys.path.insert(0, {str(_ROOT)!r})
 exec(sys.argv[2].replace("mlserver_torch_stream.engine.vllm.worker", "tests.engine.wire_worker"))
 """
+_MAX_MESSAGE = 2**26
 CONTEXT = 512
 VOCAB = 400
 
@@ -53,9 +54,9 @@ def answer(prompt: list[int], count: int) -> list[int]:
 
 
 class _Sequence:
-    def __init__(self, request: dict[str, Any], prompt: list[int]) -> None:
-        self.number = request["id"]
-        self.params = request["params"]
+    def __init__(self, number: int, params: dict[str, Any], prompt: list[int]) -> None:
+        self.number = number
+        self.params = params
         self.tokens = prompt
         self.prompt = len(prompt)
         self.cached: int | None = None
@@ -104,6 +105,7 @@ class _Worker:
         if len(self.buffer) < _LENGTHS.size:
             return None
         header, body = _LENGTHS.unpack_from(self.buffer)
+        assert max(header, body) <= _MAX_MESSAGE
         end = _LENGTHS.size + header + body
         if len(self.buffer) < end:
             return None
@@ -115,12 +117,11 @@ class _Worker:
             with open(record, "a", encoding="utf-8") as file:
                 file.write(json.dumps(header) + "\n")
         if header["t"] == "add":
-            ids = list(struct.unpack(f"={len(body) // 4}I", body))
-            for request in header["requests"]:
-                if request["adapter"] is not None and request["adapter"] not in self.adapters:
-                    raise KeyError(request["adapter"])
-                prompt, ids = ids[: request["prompt"]], ids[request["prompt"] :]
-                self.waiting.append(_Sequence(request, prompt))
+            if header["adapter"] is not None and header["adapter"] not in self.adapters:
+                raise KeyError(header["adapter"])
+            prompt = list(struct.unpack(f"={len(body) // 4}I", body))
+            numbers = range(header["number"], header["number"] + header["n"])
+            self.waiting += [_Sequence(number, header["params"], list(prompt)) for number in numbers]
         elif header["t"] == "abort":
             gone = set(header["ids"])
             self.waiting = [each for each in self.waiting if each.number not in gone]
@@ -153,6 +154,8 @@ class _Worker:
             time.sleep(3600)
         if (garbage := self.args.get("garbage")) is not None:
             self.connection.sendall(bytes.fromhex(garbage))
+            if self.args.get("leaves"):
+                os._exit(3)
         rows = [each.step() for each in self.running]
         if (wrong := self.args.get("row")) is not None:
             rows[0] = wrong
@@ -169,6 +172,7 @@ class _Worker:
             "num_preemptions": 0,
             "draft_tokens": 0,
             "accepted_draft_tokens": 0,
+            **self.args.get("stats", {}),
         }
         self.computed = self.hits = 0
         self._send({"t": "outputs", "of": rows, "stats": stats})

@@ -202,7 +202,8 @@ def test_an_answer_comes_back_as_litellm_sends_it() -> None:
     """The second turn of a conversation, recorded: the client adds its own keys to what it has read."""
     call = {"function": {"arguments": '{"city": "Paris"}', "name": "f"}, "id": "call_1", "type": "function"}
     answer = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": None}
-    proxied = {**answer, "provider_specific_fields": {"refusal": None}, "reasoning_details": [{"type": "x"}]}
+    thoughts = {"thinking_blocks": [{"type": "thinking", "thinking": "Hm."}], "reasoning_items": [{"id": "rs_1"}]}
+    proxied = {**answer, **thoughts, "provider_specific_fields": {"refusal": None}, "reasoning_details": [{}]}
     turns = [
         {"role": "user", "content": "Hello", "cache_control": {"type": "ephemeral"}},
         {**proxied, "id": "msg_1"},
@@ -212,6 +213,35 @@ def test_an_answer_comes_back_as_litellm_sends_it() -> None:
     assert isinstance(request, GenerationRequest), request
     answered = request.prompts[0].messages[1]  # type: ignore[union-attr]
     assert answered.keys() == {"role", "content", "tool_calls"}, "a chat template sees no metadata"
+
+
+def test_an_answer_comes_back_as_the_openai_sdk_has_parsed_it() -> None:
+    """Recorded of chat.completions.parse, whose messages and calls have the parsed objects too."""
+    function = {"name": "f", "arguments": '{"city": "Paris"}', "parsed_arguments": {"city": "Paris"}}
+    turns = [
+        {"role": "assistant", "content": '{"city": "Rome"}', "parsed": {"city": "Rome"}},
+        {"role": "assistant", "parsed": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ]
+    request = _outcome("chat", {**_LEAST["chat"], "messages": turns}, False)
+    assert isinstance(request, GenerationRequest), request
+    answered, called, _ = request.prompts[0].messages  # type: ignore[union-attr]
+    assert answered == {"role": "assistant", "content": '{"city": "Rome"}'}
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Paris"}}
+
+
+def test_the_result_of_a_call_may_name_its_tool() -> None:
+    result = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+    for more in ({}, {"name": "f", "namespace": "weather"}):
+        request = _outcome("responses", {**_LEAST["responses"], "input": [{**result, **more}]}, False)
+        assert isinstance(request, GenerationRequest), request
+        (answered,) = request.prompts[0].messages  # type: ignore[union-attr]
+        assert answered == {"role": "tool", "tool_call_id": "c", "content": "sunny"}
+
+
+def test_no_alternatives_need_no_logprobs() -> None:
+    alone = _outcome("chat", _LEAST["chat"], False)
+    assert _outcome("chat", {**_LEAST["chat"], "logprobs": False, "top_logprobs": 0}, False) == alone
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses"])

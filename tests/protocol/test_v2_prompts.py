@@ -62,6 +62,13 @@ def test_token_ids_are_used_as_they_are(wire: Wire, info: ModelInfo, datatype: s
     assert request.prompts == (TokensPrompt((5, 0, 99)),)
 
 
+def test_ids_that_fill_the_context_are_refused_by_the_name_of_their_tensor(wire: Wire, info: ModelInfo) -> None:
+    longest = info.max_model_len - 1
+    assert decode(wire(T("input_ids", "INT64", [5] * longest, [longest])), info).prompts
+    too_long = wire(T("input_ids", "INT64", [5] * info.max_model_len, [info.max_model_len]))
+    assert refused(too_long, info).field == "input_ids"
+
+
 _TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 
 
@@ -289,6 +296,7 @@ def test_what_is_far_too_large_is_refused_before_it_is_looked_at(info: ModelInfo
     ("reads", "reasons", "effort", "arguments"),
     [
         ({"reasoning_effort", "enable_thinking"}, True, "low", {"reasoning_effort": "low"}),
+        ({"reasoning_effort"}, True, "max", {"reasoning_effort": "max"}),
         ({"enable_thinking"}, True, "low", {"enable_thinking": True}),
         ({"enable_thinking"}, True, "none", {"enable_thinking": False}),
         (set(), False, "none", {}),

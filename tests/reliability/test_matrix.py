@@ -201,8 +201,13 @@ def test_shutdown(shutdown: Shutdown, endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     "endpoint",
     [
-        each if each in (Endpoint.REST_STREAM, Endpoint.GRPC_STREAM) else pytest.param(each, marks=pytest.mark.slow)
-        for each in ENDPOINTS
+        Endpoint.REST_STREAM,
+        pytest.param(Endpoint.GRPC_STREAM, marks=pytest.mark.long),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ENDPOINTS
+            if each not in (Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
+        ),
     ],
 )
 def test_slow_reader(plain: Server, endpoint: Endpoint) -> None:

@@ -135,7 +135,7 @@ def test_deep_json_is_refused(plain: Server, depth: int, opening: bytes) -> None
 
 
 def test_a_compression_bomb_is_not_unpacked(plain: Server) -> None:
-    bomb = gzip.compress(gzip.compress(b" " * 400_000_000, 9), 9)
+    bomb = gzip.compress(gzip.compress(b" " * 100_000_000, 9), 9)
     inner = gzip.decompress(bomb)
     assert len(bomb) < MAX_BODY
     begun = rss_of(plain)

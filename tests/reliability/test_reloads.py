@@ -35,7 +35,7 @@ def server(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     environment = {"PYTHONPATH": PYTHON_PATH, "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.001"}
     models = [Model("recite", str(recite)), Model("twin", str(recite), extra={"max_num_seqs": 2}), CENSUS]
     folder = tmp_path_factory.mktemp("reloads") / "models"
-    with serve(folder, models, settings=QUIET, environment=environment, forked=False) as running:
+    with serve(folder, models, settings=QUIET, environment=environment) as running:
         yield running
 
 

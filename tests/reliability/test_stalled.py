@@ -26,7 +26,11 @@ _HEAVY: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "return_logpro
 
 
 @pytest.mark.parametrize(
-    "endpoint", [Endpoint.REST_STREAM, *(pytest.param(each, marks=pytest.mark.slow) for each in _STREAMS[1:])]
+    "endpoint",
+    [
+        pytest.param(Endpoint.REST_STREAM, marks=pytest.mark.long),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in _STREAMS[1:]),
+    ],
 )
 def test_others_go_on_beside_a_reader_that_stalls(plain: Server, endpoint: Endpoint) -> None:
     before, memory = idle(plain, "recite"), rss_of(plain)

@@ -139,7 +139,9 @@ def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
     Its log is JSON, with prompts and answers. Its decode steps take their time.
     """
+    folder = tmp_path_factory.mktemp("bare")
     environment = {
+        **with_foreign(folder),
         "MLSERVER_TORCH_STREAM_FAULTS": PACED,
         "MLSERVER_MODEL_IMPLEMENTATION": PACKAGE_SPELLING,
         "MLSERVER_MODEL_NAME": "tiny",
@@ -150,7 +152,7 @@ def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         "MLSERVER_USE_STRUCTURED_LOGGING": "true",
         "MLSERVER_TORCH_STREAM_LOG_PROMPTS": "true",
     }
-    with serve(tmp_path_factory.mktemp("bare") / "models", [], environment=environment, forked=False) as running:
+    with serve(folder / "models", [], environment=environment) as running:
         yield running
 
 

@@ -1,9 +1,10 @@
 """Starts scripts of this environment, as ``mlserver`` is one, by forks of a process that has imported their modules.
 
-The imports take some seconds of a processor, a fork some hundredths. The child has the script's working directory,
-variables, output and arguments, and runs the script as Python does. What it cannot have is a variable that a library
-reads while it is imported: ``ForkServer.suits`` tells which environments need a Python of their own. The process that
-is forked runs no thread of ours, no event loop, no channel and no OpenMP region.
+The imports take some seconds of a processor, a fork some hundredths; the processes of a run of tests share one that
+forks. The child has the script's working directory, variables, output and arguments, and runs the script as Python
+does. What it cannot have is a variable that a library reads while it is imported: ``ForkServer.suits`` tells which
+environments need a Python of their own. The process that is forked runs no thread of ours, no event loop, no channel
+and no OpenMP region.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -40,6 +43,7 @@ _READ_LATE = (
     *("DISABLE_SAFETENSORS_CONVERSION", "TORCHINDUCTOR_CACHE_DIR"),
 )
 _MESSAGE_BYTES = 2**17
+_START_S = 120.0
 _ROOT = Path(__file__).parents[2]
 
 
@@ -76,14 +80,29 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks, and the way to it. It ends with this process."""
+    """The process that forks, and the way to it. It ends with the last process that is connected to it."""
 
     def __init__(self) -> None:
-        self._environment = dict(os.environ)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.server.fork_server", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT, stdout=subprocess.DEVNULL)
-        theirs.close()
+        self._name = f"mlserver-torch-stream-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        self._process: subprocess.Popen[bytes] | None = None
+        end = time.monotonic() + _START_S
+        while (connected := self._connect()) is None:
+            assert time.monotonic() < end, "the fork server does not start"
+            if self._process is None or self._process.poll() is not None:  # it ends where another has the name
+                command = [sys.executable, "-m", "tests.server.fork_server", self._name]
+                self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL)
+            time.sleep(0.02)
+        self._socket, self._environment = connected
+
+    def _connect(self) -> tuple[socket.socket, dict[str, str]] | None:
+        """The way to the process, which tells its variables once it has imported all; None where there is none."""
+        connection = _socket()
+        with contextlib.suppress(OSError):
+            connection.connect(f"\0{self._name}")
+            if told := connection.recv(_MESSAGE_BYTES):
+                return connection, json.loads(told)
+        connection.close()
+        return None
 
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Whether a script runs the same in a fork as in a Python of its own."""
@@ -105,7 +124,8 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(30)
+        if self._process is not None:
+            self._process.wait(_START_S)
 
 
 def can_fork() -> bool:
@@ -121,29 +141,53 @@ def fork_server() -> ForkServer:
     return server
 
 
-def _serve(connection: socket.socket) -> list[str] | None:
-    """Returns the command in each child, None in the parent once no more can come."""
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _serve(listener: socket.socket) -> list[str] | None:
+    """Returns the command in each child, None in the parent once nobody is connected any more."""
     children: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and the pipe for its status
+    connections: dict[int, socket.socket] = {}
     ready = select.poll()
-    ready.register(connection, select.POLLIN)
-    while True:
-        for descriptor, _ in ready.poll():
+    ready.register(listener, select.POLLIN)
+    while events := ready.poll(None if connections else 1000 * _START_S):
+        for descriptor, _ in events:
             if descriptor in children:
                 ready.unregister(descriptor)
                 _report_end(descriptor, *children.pop(descriptor))
                 continue
-            message, passed, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+            if descriptor == listener.fileno():
+                connection, _ = listener.accept()
+                if _is_ours(connection):
+                    connection.send(json.dumps(dict(os.environ)).encode())
+                    connections[connection.fileno()] = connection
+                    ready.register(connection, select.POLLIN)
+                continue
+            message, passed, _, _ = socket.recv_fds(connections[descriptor], _MESSAGE_BYTES, 2)
             if not message:
-                return None
+                ready.unregister(descriptor)
+                connections.pop(descriptor).close()
+                if not connections:
+                    return None
+                continue
             pid = os.fork()
             if pid == 0:
-                connection.detach()
+                for each in (listener, *connections.values()):
+                    each.detach()
                 return _become(*json.loads(message), output=passed[0])
             os.close(passed[0])
             os.write(passed[1], b"%d\n" % pid)
             child = os.pidfd_open(pid)
             children[child] = pid, passed[1]
             ready.register(child, select.POLLIN)
+    return None
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the same user is at the other end: whoever is connected has scripts run as this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
 def _report_end(child: int, pid: int, reports: int) -> None:
@@ -173,13 +217,19 @@ def _become(command: list[str], folder: str, environment: dict[str, str], output
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the tests' process stops its servers
+    listener = _socket()
+    try:
+        listener.bind(f"\0{sys.argv[1]}")
+    except OSError:  # another process of the run was faster
+        return
+    listener.listen()
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # as the package does where it imports them itself
     gc.enable()
-    command = _serve(socket.socket(fileno=int(sys.argv[1])))
+    command = _serve(listener)
     if command is not None:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")

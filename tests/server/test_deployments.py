@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 from mlserver_torch_stream import client
 from tests import plain_http
 from tests.server import v2
+from tests.server.conftest import FOREIGN
 from tests.server.harness import Server
 
 
@@ -29,6 +32,21 @@ def test_a_server_with_workers_still_streams(bare_server: Server) -> None:
         streamed = [v2.grpc_reply(each) for each in Stub(channel).ModelStreamInfer(iter([request]), timeout=60)]
     assert len(streamed) > 2
     assert v2.joined(streamed) == v2.joined(rest)
+
+
+def test_another_runtime_is_loaded_into_a_worker_and_answers(bare_server: Server) -> None:
+    folder = bare_server.log_path.with_suffix("") / FOREIGN.name
+    folder.mkdir()
+    (folder / "model-settings.json").write_text(json.dumps(FOREIGN.settings()))
+    try:
+        loaded = plain_http.post(f"{bare_server.url}/v2/repository/models/{FOREIGN.name}/load", timeout=60)
+        assert loaded.status_code == 200, loaded.text
+        body = {"inputs": [{"name": "x", "shape": [1], "datatype": "BYTES", "data": ["word"]}]}
+        reply = plain_http.post(f"{bare_server.url}/v2/models/{FOREIGN.name}/infer", json=body, timeout=60)
+        assert reply.status_code == 200 and reply.json()["outputs"][0]["data"] == ["word"], reply.text
+    finally:
+        plain_http.post(f"{bare_server.url}/v2/repository/models/{FOREIGN.name}/unload", timeout=60)
+        shutil.rmtree(folder)
 
 
 def test_settings_that_hinder_streams_are_said_once(bare_server: Server) -> None:

@@ -36,7 +36,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.02",
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(_GRACE_S),
     }
-    with serve(folder / "models", models, settings=QUIET, environment=environment, forked=False) as running:
+    with serve(folder / "models", models, settings=QUIET, environment=environment) as running:
         yield running
 
 

@@ -246,6 +246,10 @@ def test_headers_of_anthropics_clients_are_accepted_and_answers_have_an_id(serve
     ("more", "field"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a",
+                                                     "content": [{"type": "image", "source": {}}]}]}]},
+         "messages[0].content[0].content[0].type"),
+        ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
          "messages[0].content[0].type"),
@@ -307,6 +311,7 @@ def test_a_text_is_tokenized_and_back(served: Server) -> None:
         ("/tokenize", {"prompt": "a"}, "model"),
         ("/detokenize", {"model": "tiny", "tokens": [10**9]}, "tokens[0]"),
         ("/detokenize", {"model": "tiny", "tokens": "a"}, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": []}, "tokens"),
     ):
         response = plain_http.post(f"{served.url}{path}", json=body, timeout=v2.TIMEOUT_S)
         assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlserver_torch_stream.engine.mailbox import Mailbox
+from mlserver_torch_stream.engine.api import Mailbox
 from mlserver_torch_stream.errors import GenerationFailed
 from mlserver_torch_stream.generation import Opened
 from mlserver_torch_stream.protocol.spelling import ReplyContext, Spelling

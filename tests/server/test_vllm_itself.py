@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests import plain_http
 from tests.engine.real_vllm import NEEDS_VLLM, PYTHON, SMALL, UNLIKELY_S, descendants, save_tiny
@@ -21,6 +22,12 @@ from tests.server.harness import Model, Server, get_ready, serve
 pytestmark = NEEDS_VLLM
 _LEFT_S = 60.0
 _TOKENS = 200
+
+
+@pytest.fixture
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short name: in a long one the server would have the worker's folder elsewhere."""
+    return tmp_path_factory.mktemp("v")
 
 
 @contextmanager
@@ -51,9 +58,10 @@ def _nothing_is_left(pids: set[int], folder: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(tmp_path: Path) -> None:
-    with _served(tmp_path) as server:
+def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(place: Path) -> None:
+    with _served(place) as server:
         pids = descendants(server.process.pid)
+        assert list(place.glob("vllm-*"))
         asked = openai.prompt(max_tokens=_TOKENS, ignore_eos=True, stream=True)
         reasons, chunks = [], 0
         with plain_http.stream("POST", f"{server.url}{openai.TEXT}", json=asked, timeout=60) as response:
@@ -66,12 +74,12 @@ def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(tmp_p
                 reasons += [choice["finish_reason"] for choice in json.loads(line[6:])["choices"]]
         assert reasons[-1] == "length"
         assert server.process.wait(_LEFT_S) == 0
-        _nothing_is_left(pids, tmp_path)
+        _nothing_is_left(pids, place)
 
 
-def test_nothing_of_vllm_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
-    with _served(tmp_path) as server:
+def test_nothing_of_vllm_outlives_a_server_that_is_killed(place: Path) -> None:
+    with _served(place) as server:
         pids = descendants(server.process.pid)
         assert len(pids) >= 3  # the subreaper, the worker, its engine core
         server.process.kill()
-        _nothing_is_left(pids, tmp_path)
+        _nothing_is_left(pids, place)

@@ -53,6 +53,7 @@ def test_a_worker_with_an_environment_of_its_own_needs_no_package_of_ours(tmp_pa
     assert type(pool.Worker(settings, queue, None)) is not Worker
 
 
+@pytest.mark.long
 def test_another_runtime_answers_from_a_worker_while_ours_streams(tiny_model: Path, tmp_path: Path) -> None:
     settings = {
         **QUIET,

@@ -126,6 +126,7 @@ def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_an
     run(scenario())
 
 
+@pytest.mark.long
 def test_orders_to_scale_under_sixteen_clients_lose_no_request_and_answer_none_twice(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _HANDLER)) as pool:

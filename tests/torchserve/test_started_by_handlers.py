@@ -169,7 +169,7 @@ class Handler:
 @pytest.mark.parametrize(
     ("which", "config"),
     [
-        ("package", {}),
+        pytest.param("package", {}, marks=pytest.mark.long),
         ("shim", {}),
         ("shim", {"continuousBatching": True}),
         ("shim", {"asyncCommunication": True}),

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_endpoint import Spelling
+from benchmarks.endpoints import OpenAISpelling, Spelling
 from benchmarks.peers.peer import TORCH, Peer
-from benchmarks.spellings import OpenAISpelling
 
 _CACHE_GIB = 4
 

@@ -30,7 +30,7 @@ _TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_
 
 @dataclass(frozen=True, slots=True)
 class InputSummary:
-    """The result of checking a batch's input. ``problems`` says why no item can be answered; it is empty if the input
+    """The result of checking a batch's input. ``problems`` are the reasons why no item is answered; empty if the input
     is valid.
     """
 
@@ -69,8 +69,8 @@ _Line = tuple[bytes, bool, str | None]  # the line, whether it has an answer, an
 
 
 class OutputFile:
-    """A file that is created when its first line is written. ``file_id`` is None before that. ``codes`` are the codes
-    of its errors.
+    """An output file, which is created when its first line is written. ``file_id`` is None before that. ``codes`` are
+    the error codes of its lines.
     """
 
     def __init__(self, files: FileStore, file_id: str) -> None:
@@ -108,7 +108,7 @@ async def write_output_files(
 ) -> tuple[OutputFile, OutputFile]:
     """Writes and returns the file of the answers and the file of the errors. Raises CloudError.
 
-    ``missing`` yields the output lines from a given number on; these lines are in no part.
+    ``missing`` yields the output lines from a given number on; they are not in any part.
     """
     answered = OutputFile(files, output_file_id(batch_id, "output"))
     failed = OutputFile(files, output_file_id(batch_id, "errors"))

@@ -1,4 +1,6 @@
-"""A batch as it is stored and as OpenAI's API shows it. Makes ids, which sort in the order of their creation."""
+"""Defines the record of a batch, as it is stored and as OpenAI's API shows it, and makes ids that sort by the time at
+which they were made.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ def output_file_id(batch_id: str, kind: str) -> str:
 
 @dataclass(frozen=True, slots=True, config=_STORED)
 class BatchProblem:
-    """Why a batch failed as a whole. ``param`` and ``line`` are the field and the line of the input file, if one is to
-    blame."""
+    """Why a batch failed as a whole. ``param`` and ``line`` are the field and the line of the input file that caused
+    the problem, if there is one.
+    """
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""Runs one batch from its last stored part to its end: models answer the batch's items until the batch is stopped.
+"""Runs one batch from its last stored part to its end. The models answer the items until the batch is stopped.
 
 If the run is killed, the next run of the same batch continues after the last part.
 """
@@ -53,10 +53,10 @@ class BatchModels(Protocol):
         """Returns True if a model, or an adapter of one, is loaded under this name."""
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns OpenAI's object for the body of an item. First waits until the item may run alongside the requests of
-        clients.
+        """Returns OpenAI's object for the body of an item. Waits until the item may run concurrently with the requests
+        of clients.
 
-        Raises RequestError: UnknownModel, or NotServing and QueueFull if the same item may be answered later.
+        Raises RequestError: UnknownModel, or NotServing or QueueFull if the item can be answered later.
         """
 
 
@@ -76,9 +76,7 @@ class ItemInference:
         self.is_stopped = self._stopped.is_set
 
     def stop(self, why: Failure) -> None:
-        """Fails all items that have no answer, including running items, with the reason ``why``. Later calls change
-        nothing.
-        """
+        """Makes every item without an answer fail with ``why``, including running items. Later calls change nothing."""
         self._why = self._why or why
         self._stopped.set()
 
@@ -146,7 +144,7 @@ class BatchRun:
     async def run(self) -> None:
         """Runs the batch to its end.
 
-        If it raises CloudError, the delivered items are kept, and the run may be tried again.
+        Raises CloudError. In this case delivered items are kept, and the run may be tried again.
         """
         record = await self._places.batches.get(self.id)
         if record.status == "validating" or (record.status == "cancelling" and not record.total):
@@ -186,7 +184,7 @@ class BatchRun:
         return Source(contents, [Listed(info)], Kind.JSONL, retry=self._places.retry, ahead=_AHEAD)
 
     async def _infer(self, record: BatchRecord) -> None:
-        """Answers the items that are not yet in a part, until the batch is stopped."""
+        """Answers the items that are not in any part yet, until the batch is stopped."""
         self._places.open_run(self.id)
         try:
             planned = await plan(self._cloud_run(record))
@@ -211,7 +209,7 @@ class BatchRun:
 
     @asynccontextmanager
     async def _stoppable(self, record: BatchRecord) -> AsyncIterator[ItemInference]:
-        """Yields the inference of the items. The end of the completion window, or ``cancel``, stops it."""
+        """Yields the inference of the items. It is stopped by ``cancel`` or at the end of the completion window."""
         inference = self._inference = ItemInference(self._models, record.endpoint, record.models)
         if self.cancelled.is_set():
             inference.stop(CANCELLED)
@@ -226,8 +224,8 @@ class BatchRun:
             self._inference = None
 
     async def _written(self, items: int, failed: int) -> None:
-        """Records how many items are in parts. If another process has cancelled the batch, this process notices it
-        here.
+        """Records how many items are in parts. This is also where the process notices that another process has
+        cancelled the batch.
         """
         record = await self._change(lambda batch: replace(batch, completed=items - failed, failed=failed))
         if record.status == "cancelling":
@@ -248,9 +246,9 @@ class BatchRun:
             await parts.delete([info.key async for info in parts.list()])
 
     async def _missing(self, record: BatchRecord, begin: int) -> AsyncGenerator[bytes, None]:
-        """Yields the output lines from number ``begin`` on, which are in no part because the batch was stopped.
+        """Yields the output lines from number ``begin`` on, which are not in any part because the batch was stopped.
 
-        Writing these failed items as parts of 16 items each would take minutes.
+        They are not written as parts of 16 items, because this would take minutes.
         """
         if begin >= record.total:
             return

@@ -55,7 +55,7 @@ class BatchRunner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def create(self, request: BatchRequest) -> BatchRecord:
-        """Stores a new batch and starts it. Raises RequestError if it cannot be started."""
+        """Stores a new batch and starts it. Raises RequestError if the batch cannot be started."""
         if not self._open:
             raise NotServing("the server is shutting down")
         if len(self._runs) >= MAX_UNFINISHED:
@@ -89,7 +89,7 @@ class BatchRunner:
     async def reader(self, file_id: str) -> str | None:
         """Returns the id of an unfinished batch that reads this file; None if no such batch exists.
 
-        Whether a batch has ended is decided by its record; the run of the batch ends a little later.
+        A batch has ended if its record says so; the run in this process ends a little later.
         """
         for batch_id in [run.id for run in self._runs.values() if run.input_file_id == file_id]:
             if not (await self.places.batches.get(batch_id)).ended:

@@ -1,5 +1,4 @@
-"""Stores files and batches in one folder or bucket: a JSON object for each file and batch, and the contents of the
-files.
+"""Stores files and the records of batches in one folder or bucket: JSON objects, and the contents of the files.
 
 The methods raise CloudError, and NoSuchObject for an object that is missing.
 """
@@ -143,9 +142,9 @@ def content_key(file_id: str) -> str:
 
 
 class FileStore(_Objects[dict[str, Any]]):
-    """Stores files: a JSON object for each file, and the file's bytes in ``contents``.
+    """Stores files. Their JSON objects are in this store, and their bytes in ``contents``.
 
-    The object of a file is written last; the file exists as soon as this object does.
+    The JSON object of a file is written last; the file exists only from then on.
     """
 
     def __init__(self, objects: Store, contents: Store, retry: Retry, ids: IdMaker) -> None:
@@ -190,7 +189,7 @@ class FileUpload:
         return self._content.size
 
     async def end(self, filename: str) -> dict[str, Any]:
-        """Ends the file and returns its object. If the object cannot be written, the content is deleted."""
+        """Ends the file and returns its JSON object. If the JSON object cannot be written, the content is deleted."""
         described = {
             "id": self.id,
             "object": "file",
@@ -248,7 +247,7 @@ class BatchStore(_Objects[BatchRecord]):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlaces:
-    """The places where files and batches are stored below ``url``, which is a folder or bucket.
+    """The stores of files and batches below ``url``, a folder or bucket.
 
     ``runs/<batch>`` contains the parts of a batch that has not ended.
     """
@@ -260,7 +259,7 @@ class BatchPlaces:
 
     @classmethod
     def open(cls, url: str, ids: IdMaker) -> BatchPlaces:
-        """Opens the stores. Raises BatchesOff, also if the object-store library is not installed."""
+        """Opens the stores. Raises BatchesOff if the URL or the object-store library cannot be used."""
         if url.startswith(("http://", "https://")):
             raise BatchesOff("an HTTP server is for reading; files and batches need s3, gs, az or a folder")
         retry = Retry()
@@ -282,7 +281,7 @@ class BatchPlaces:
     def open_run(self, batch_id: str) -> Store:
         """Opens the store of a batch's parts.
 
-        Raises StoreUnavailable instead of RunRefused: the store has been opened before, so a later attempt may succeed.
+        Raises StoreUnavailable instead of RunRefused: the store could be opened before, so a later attempt may succeed.
         """
         try:
             return Store.open(self.run(batch_id))

@@ -1,10 +1,10 @@
-"""Keeps the ledger of a KV cache: which pages and state slot each sequence has, and which are computed again."""
+"""Keeps the ledger of a KV cache: which pages and which state slot each sequence has."""
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mlserver_torch_stream.engine.cache.pages import (
@@ -161,8 +161,11 @@ class SequencePages:
         for group, page in self:
             self._pool.forget(group, page)
 
-    def from_page(self, start: int, stop: int | None = None) -> set[tuple[int, int]]:
-        """Returns its pages, each with its group, from entry ``start`` of its tables on."""
+    def from_token(self, start: int) -> set[tuple[int, int]]:
+        """Returns its pages that hold tokens from position ``start`` on, each with its group."""
+        return self._pages(start // self._spec.page_size)
+
+    def _pages(self, start: int, stop: int | None = None) -> set[tuple[int, int]]:
         return {
             (group, page) for group, table in enumerate(self.tables) for page in table[start:stop] if page != GIVEN_BACK
         }
@@ -215,7 +218,7 @@ class SequencePages:
     @property
     def unwritten(self) -> set[tuple[int, int]]:
         """The pages that the pool can find already, and that a forward has yet to write, each with its group."""
-        return self.from_page(self.written, self.named)
+        return self._pages(self.written, self.named)
 
     def find_next(self, length: int) -> set[tuple[int, int]]:
         """Returns the pages that the pool finds for the next token's page, each with its group. ``length``: of the
@@ -410,8 +413,7 @@ class ScheduledSequence:
 class PageLedger:
     """Records what each sequence holds in the KV cache: its pages, and the slot of its states.
 
-    A sequence loses its pages and its slot, and is computed again, if its forward failed, if the forward of a sequence
-    with which it shares pages failed, or if another sequence needs its pages.
+    A sequence that loses them is computed again.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, *, finds: bool) -> None:
@@ -458,99 +460,21 @@ class PageLedger:
             twin.copied = True
         return twin
 
-    def remove(
-        self, sequences: Iterable[SequenceState], *, forget: bool
-    ) -> tuple[list[ScheduledSequence], list[SequenceState]]:
-        """Takes back the pages and slots of these sequences. With ``forget`` the pages cannot be found afterwards.
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return iter(self._sequences.values())
 
-        Returns these sequences, and those that are computed again because they share pages that were not written.
-        """
-        leaving = [self._sequences.pop(each) for each in sequences if each in self._sequences]
-        void = self._void(leaving)
-        for scheduled in leaving:
-            if forget:
-                scheduled.pages.forget_all()
-            self.clear(scheduled)
-        return leaving, void
+    def get(self, sequence: SequenceState) -> ScheduledSequence | None:
+        """Returns the state of a sequence; None if it has left."""
+        return self._sequences.get(sequence)
 
-    # --- computing again ---
+    def pop(self, sequences: Iterable[SequenceState]) -> list[ScheduledSequence]:
+        """Removes these sequences, and returns those that had not left. They still hold their pages and slots."""
+        return [self._sequences.pop(each) for each in sequences if each in self._sequences]
 
     def is_void(self, part: StepPart) -> bool:
         """Returns whether the result of a part is ignored: its sequence has left, or is computed again."""
-        scheduled = self._sequences.get(part.sequence)
+        scheduled = self.get(part.sequence)
         return scheduled is None or scheduled.part is not part
-
-    def isolate(self, parts: Iterable[StepPart]) -> list[SequenceState]:
-        """Prepares the parts of a failed forward to be tried again, without the others.
-
-        Returns the sequences that are computed again instead; their part, in this batch or in a later one, is void.
-        They share pages that were not written, or the batch had a copy for them, whether it was made or not.
-        """
-        void = self._void([self._sequences[part.sequence] for part in parts if part.sequence in self._sequences])
-        return [*void, *self.recompute(())]
-
-    def recompute(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-        """Restarts sequences whose forward failed. Returns all sequences whose parts are void now.
-
-        These are the given sequences, sequences that share their pages, and sequences with a copy in flight.
-        """
-        given = set(sequences)
-        failed = [scheduled for each, scheduled in self._sequences.items() if each in given or scheduled.copied]
-        void = self._void(failed)
-        for scheduled in failed:
-            self.restart(scheduled)
-        return [*(scheduled.sequence for scheduled in failed), *void]
-
-    def _void(self, failed: Sequence[ScheduledSequence]) -> list[SequenceState]:
-        """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
-
-        The restarted sequences may have named further pages since then. Sequences that share these pages are restarted
-        as well.
-        """
-        found = [scheduled for scheduled in failed if scheduled.part is not None]
-        sharing: dict[ScheduledSequence, None] = {}
-        while found:
-            pages = {page: scheduled for scheduled in found for page in scheduled.pages.forget_unwritten()}
-            left = [scheduled for scheduled in self._sequences.values() if scheduled not in sharing] if pages else []
-            found = [each for each in left if any(pages.get(page, each) is not each for page in each.pages)]
-            sharing.update(dict.fromkeys(found))
-        for scheduled in sharing:
-            self.restart(scheduled)
-        return [scheduled.sequence for scheduled in sharing]
-
-    def doubt(self, parts: Iterable[StepPart], spoiled: Collection[SequenceState]) -> Collection[SequenceState]:
-        """Restarts sequences that may have got NaN from other sequences of their step, and returns them.
-
-        ``spoiled`` sequences have NaN in their logits. Some forwards write NaN to the tokens before them too, and so to
-        pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares pages that
-        another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence wrote. Of
-        several spoiled sequences that share pages, only the sequence that wrote the pages fails; the others are
-        computed again.
-        """
-        size, writers = self._spec.page_size, dict[tuple[int, int], StepPart]()
-        sampled = set[SequenceState]()
-        for part in parts:
-            sampled.update(part.samples)
-            if part.sequence in self._sequences:
-                pages = self._sequences[part.sequence].pages.from_page(part.start // size)
-                writers.update(dict.fromkeys(pages, part))
-        doubted = [
-            scheduled
-            for sequence, scheduled in self._sequences.items()
-            if (sequence in spoiled or sequence not in sampled)
-            and any(
-                sequence is not writer.sequence
-                and sequence not in writer.samples
-                and (sequence in spoiled or writer.sequence in spoiled)
-                for writer in {writers[page] for page in scheduled.pages if page in writers}
-            )
-        ]
-        for scheduled in doubted:
-            scheduled.pages.forget_all()
-        void = self._void(doubted)
-        for scheduled in doubted:
-            self.restart(scheduled)
-        return {*void, *(scheduled.sequence for scheduled in doubted)}
 
     def restart(self, scheduled: ScheduledSequence) -> None:
         """Takes back the pages and the slot of a sequence, so that it is computed again."""
@@ -558,8 +482,13 @@ class PageLedger:
         scheduled.began_anew = True
         scheduled.restarts = scheduled.admitted
 
-    def clear(self, scheduled: ScheduledSequence) -> None:
-        """Takes back all pages and the state slot of a sequence, and forgets its part of a step."""
+    def clear(self, scheduled: ScheduledSequence, *, forget: bool = False) -> None:
+        """Takes back all pages and the state slot of a sequence, and forgets its part of a step.
+
+        With ``forget`` the pages cannot be found afterwards.
+        """
+        if forget:
+            scheduled.pages.forget_all()
         scheduled.part = None
         scheduled.copied = False
         scheduled.found = 0

@@ -17,6 +17,7 @@ from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, Cache
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.ledger import Order, PageLedger, ScheduledSequence, StepPart
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue, PromptBudget, SchedulerLimits, fits_alone
+from mlserver_torch_stream.engine.scheduler.restarts import Restarts
 from mlserver_torch_stream.types import TokenLogprob
 
 Busy = Collection[SequenceState]
@@ -155,8 +156,8 @@ class StepDraft:
 class Scheduler:
     """Admits requests in the queue's order while sequences and pages are within the limits, and plans each step.
 
-    ``ledger`` records which pages and slots the sequences hold. ``admitted`` sequences are ordered by priority, then by
-    admission, then by their index in the request.
+    ``ledger`` records which pages and slots the sequences hold, and ``restarts`` decides which sequences are computed
+    again. ``admitted`` sequences are ordered by priority, then by admission, then by their index in the request.
 
     One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
     tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Drafts are verified by
@@ -177,6 +178,7 @@ class Scheduler:
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
         self.limits = limits
         self.ledger = PageLedger(limits, spec, finds=finds)
+        self.restarts = Restarts(self.ledger)
         self.waiting = FairQueue()
         self.admitted: list[ScheduledSequence] = []
         self._admissions = count()
@@ -208,8 +210,10 @@ class Scheduler:
         With ``forget`` the prefix cache forgets the pages, which may hold NaN. Returns the sequences whose part is
         void: they share pages that were not written, and so are computed again.
         """
-        leaving, void = self.ledger.remove(sequences, forget=forget)
+        leaving = self.ledger.pop(sequences)
+        void = self.restarts.void(leaving)
         for scheduled in leaving:
+            self.ledger.clear(scheduled, forget=forget)
             if scheduled.admitted:
                 self.admitted.remove(scheduled)
             elif scheduled.request in self.waiting:

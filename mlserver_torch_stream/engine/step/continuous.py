@@ -292,7 +292,7 @@ class ContinuousBatcher(Batcher):
         """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
         if not result.spoiled:
             return
-        doubted = self._scheduler.ledger.doubt(plan.parts, result.spoiled)
+        doubted = self._scheduler.restarts.doubt(plan.parts, result.spoiled)
         ended = [sequence for sequence in result.spoiled if sequence not in doubted]
         for sequence in ended:
             sequence.finish(FinishReason.ERROR, result.spoiled[sequence])
@@ -348,13 +348,13 @@ class ContinuousBatcher(Batcher):
             return whole_result(plan, forward())
         except BatchAheadFailed as error:
             drop_tracebacks(error)
-            self._scheduler.ledger.recompute([part.sequence for part in plan.parts])
+            self._scheduler.restarts.recompute([part.sequence for part in plan.parts])
             return no_result()
         except Exception as error:
             logger.error("%s failed", plan, exc_info=error)
             drop_tracebacks(error)
             self._check_devices()
-            void = self._scheduler.ledger.isolate(plan.parts)
+            void = self._scheduler.restarts.isolate(plan.parts)
             result = in_halves(plan, void, self._run_again, error)
         failed: list[SequenceState] = []
         for part, failure in result.failures.items():

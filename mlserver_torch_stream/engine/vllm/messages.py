@@ -10,6 +10,7 @@ ends because vLLM has died, it sends ``died``.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,64 +24,47 @@ VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can 
 PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
 REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
 _IDS = "I"
+_SEEDS = 2**63
 
 
 @dataclass(frozen=True)
 class Addition:
-    """One sequence that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
+    """A request that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
 
-    ``grammar`` is in Lark's language, ``bad_words`` are lists of token ids, ``adapter`` is the number of a loaded
-    adapter, and ``salt`` is the salt for the prefix cache.
+    Its ``n`` sequences are numbered from ``number`` on. ``grammar`` is in Lark's language, ``bad_words`` are lists of
+    token ids, ``adapter`` is the number of a loaded adapter, and ``salt`` is the salt for the prefix cache.
     """
 
     number: int
     prompt: Sequence[int]
     params: Mapping[str, Any]
+    n: int = 1
     priority: int = 0
     grammar: str | None = None
     bad_words: Sequence[Sequence[int]] = ()
     adapter: int | None = None
     salt: str | None = None
 
+    def params_of(self, index: int) -> dict[str, Any]:
+        """Returns the parameters of sequence ``index``, from 0 on. Each sequence has a seed of its own."""
+        if "seed" not in self.params:
+            return dict(self.params)
+        return {**self.params, "seed": (self.params["seed"] + index) % _SEEDS}
 
-def encode_additions(additions: Sequence[Addition]) -> bytes:
-    """Returns the frame of an ``add`` message: parameters as JSON, all prompts together as raw 32-bit ids."""
-    requests = [
-        {
-            "id": each.number,
-            "prompt": len(each.prompt),
-            "params": each.params,
-            "priority": each.priority,
-            "grammar": each.grammar,
-            "bad_words": each.bad_words,
-            "adapter": each.adapter,
-            "salt": each.salt,
-        }
-        for each in additions
-    ]
-    ids = array(_IDS)
-    for each in additions:
-        ids.extend(each.prompt)
-    return encode_frame({"t": "add", "requests": requests}, ids.tobytes())
+    def encode(self) -> bytes:
+        """Returns the frame of an ``add`` message: parameters as JSON, the prompt once, as raw 32-bit ids."""
+        header = {name: getattr(self, name) for name in _ADDITION}
+        return encode_frame({"t": "add", **header}, array(_IDS, self.prompt).tobytes())
+
+    @classmethod
+    def decode(cls, header: Mapping[str, Any], body: bytes) -> Addition:
+        """Raises BrokenFrame, KeyError, TypeError or ValueError if the message is malformed."""
+        ids = array(_IDS)
+        ids.frombytes(body)
+        return cls(prompt=ids.tolist(), **{name: header[name] for name in _ADDITION})
 
 
-def decode_additions(header: Mapping[str, Any], body: bytes) -> list[Addition]:
-    """Returns the sequences of an ``add`` message. Raises BrokenFrame if the number of ids does not match the
-    prompts.
-    """
-    ids = array(_IDS)
-    if len(body) % ids.itemsize:
-        raise BrokenFrame("prompts that are not whole ids")
-    ids.frombytes(body)
-    found, position = [], 0
-    for each in header["requests"]:
-        prompt = ids[position : position + each["prompt"]].tolist()
-        position += each["prompt"]
-        rest = {key: each[key] for key in ("params", "priority", "grammar", "bad_words", "adapter", "salt")}
-        found.append(Addition(each["id"], prompt, **rest))
-    if position != len(ids):
-        raise BrokenFrame("more ids than the prompts have")
-    return found
+_ADDITION = tuple(each.name for each in fields(Addition) if each.name != "prompt")
 
 
 class Logprobs(NamedTuple):
@@ -145,7 +129,7 @@ def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats
         stats = header["stats"]
         return outputs, None if stats is None else WorkerStats(**{name: _number(stats[name]) for name in STATS})
     except (KeyError, TypeError, ValueError) as error:
-        raise BrokenFrame(f"malformed outputs: {type(error).__name__}: {error}") from None
+        raise malformed("outputs", error) from None
 
 
 def _output(
@@ -164,12 +148,17 @@ def _output(
     return Output(number, token_ids, reason, cached, logprobs, _text(error), _text(field))
 
 
+def malformed(kind: str, error: Exception) -> BrokenFrame:
+    """Returns the error for a message of this kind that lacks a field, or has one of another type."""
+    return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {error}")
+
+
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
 def _number(value: Any) -> Any:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise TypeError(f"{value!r} is no number")
     return value
 
@@ -191,7 +180,7 @@ class Ready:
         try:
             numbers = {name: int(_number(header[name])) for name in _READY}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise BrokenFrame(f"a ready message without its numbers: {error}") from None
+            raise malformed("ready", error) from None
         return cls(**numbers, device=str(header.get("device", "")), vllm=vllm)
 
 
@@ -238,5 +227,8 @@ class StartOrder:
     def decode(cls, header: Mapping[str, Any]) -> StartOrder:
         if header.get("t") != "start" or header.get("protocol") != PROTOCOL:
             raise BrokenFrame(f"a server of protocol {header.get('protocol')!r}, not {PROTOCOL}")
-        adapters = [Adapter(**each) for each in header["adapters"]]
-        return cls(header["args"], header["cpu_kv_cache_bytes"], adapters)
+        try:
+            adapters = [Adapter(**each) for each in header["adapters"]]
+            return cls(dict(header["args"]), int(header["cpu_kv_cache_bytes"]), adapters)
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed("start", error) from None

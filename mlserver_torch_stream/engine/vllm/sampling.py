@@ -13,7 +13,6 @@ from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import GenerationRules, SamplingParameters
 
 _MAX_TEMPERATURE = 2.0
-_SEEDS = 2**63
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -26,18 +25,23 @@ def check_sampling(sampling: SamplingParameters) -> None:
 
 
 class SamplingWriter:
-    """Converts parameters for one model, whose generation config has these ``rules``."""
+    """Converts parameters for one model, whose generation config has these ``rules``.
 
-    def __init__(self, codec: TextCodec, rules: GenerationRules) -> None:
+    It leaves out ids outside the model's vocabulary, which a generation config or a tokenizer can have: such a token is
+    never generated, but vLLM would refuse the request, or its engine core would die.
+    """
+
+    def __init__(self, codec: TextCodec, rules: GenerationRules, vocab_size: int) -> None:
         self._codec = codec
+        self._vocab = range(vocab_size)
         self._banned = [*([token_id] for token_id in rules.suppressed), *map(list, rules.bad_words_ids)]
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidInput for a request whose sampling parameters vLLM does not support."""
         check_sampling(request.sampling)
 
-    def params(self, request: RequestState, number: int) -> dict[str, Any]:
-        """Returns fields of vLLM's ``SamplingParams`` for the request's sequence with this number, counted from 0."""
+    def params(self, request: RequestState) -> dict[str, Any]:
+        """Returns fields of vLLM's ``SamplingParams``, with the seed of the request's first sequence."""
         given = request.params
         ends = set(request.end_ids)
         if request.input.constraint is not None:  # after a constraint vLLM allows only the tokenizer's end token
@@ -47,10 +51,10 @@ class SamplingWriter:
             "max_tokens": request.max_tokens,
             "min_tokens": min(given.min_tokens, request.max_tokens),
             "ignore_eos": True,  # the end tokens are among these
-            "stop_token_ids": sorted(ends),
+            "stop_token_ids": sorted(token_id for token_id in ends if token_id in self._vocab),
         }
         if given.seed is not None:
-            params["seed"] = (given.seed + number) % _SEEDS
+            params["seed"] = given.seed
         if given.logprobs:
             params["logprobs"] = given.top_logprobs
         if given.logit_bias:
@@ -60,7 +64,7 @@ class SamplingWriter:
     def bad_words(self, request: RequestState) -> Sequence[Sequence[int]]:
         """Returns the token ids of the request's bad words, and of those in the generation config."""
         words = self._codec.bad_words_ids(request.params.bad_words) if request.params.bad_words else ()
-        return [*self._banned, *words]
+        return [word for word in (*self._banned, *words) if all(token_id in self._vocab for token_id in word)]
 
 
 def as_lark(grammars: str) -> str:

@@ -22,13 +22,11 @@ from mlserver_torch_stream.engine.scheduler.queue import FairQueue
 from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice, check_unscored
 from mlserver_torch_stream.engine.vllm.messages import (
     COUNTS,
-    MAX_MESSAGE,
     Adapter,
     Addition,
     Output,
     Ready,
     WorkerStats,
-    encode_additions,
 )
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter, as_lark
 from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess
@@ -39,7 +37,7 @@ from mlserver_torch_stream.types import FinishReason, TokenLogprob
 _STEP = "vllm"  # the key of the worker's step among the work that the watchdog sees
 _STARTING = "vLLM is being started again"
 _RESTART_S = 3600.0  # a start is no step: it may take far longer than ``step_timeout``
-_IDS_PER_MESSAGE = MAX_MESSAGE // 8
+_IDS_PER_STEP = 2**23  # ids of prompts that are encoded before tokens are delivered again, some 0.1 s
 _COUNTERS = {"steps": "decode_steps"}  # the worker's name of a counter, and ours
 
 
@@ -252,50 +250,41 @@ class VllmBatcher(Batcher):
             self.progress.completed(_STEP)
 
     def _admit(self, worker: VllmProcess, deliver: Deliver) -> None:
-        additions: list[Addition] = []
         ids = 0
-        while ids < _IDS_PER_MESSAGE and (request := self._waiting.admit(self._fits)) is not None:
+        while ids < _IDS_PER_STEP and (request := self._waiting.admit(self._fits)) is not None:
             request.started_at = time.monotonic()
             try:
-                additions += self._additions(request)
+                frame = self._addition(request).encode()
             except Exception as error:
                 request.finish(FinishReason.ERROR, log_failure("a request to vLLM", error))
                 deliver(request.sequences)
                 continue
-            ids += len(request.prompt) * len(request.sequences)
-        if additions:
+            for number, sequence in enumerate(request.sequences, self._last_number + 1):
+                self._running[number] = sequence
+                self._requests[number] = request
+            self._last_number += len(request.sequences)
             self.progress.launched(_STEP, "a step of vLLM")
-            worker.send(encode_additions(additions))
-        if ids >= _IDS_PER_MESSAGE:
+            worker.send(frame)
+            ids += len(request.prompt)
+        if ids >= _IDS_PER_STEP:
             self._wake()
 
     def _fits(self, request: RequestState) -> bool:
         return not self._running or len(self._running) + len(request.sequences) <= self._max_in_worker
 
-    def _additions(self, request: RequestState) -> list[Addition]:
-        constraint, priority = request.input.constraint, request.input.priority
-        grammar = None if constraint is None else as_lark(constraint.grammar)
-        bad_words = self._writer.bad_words(request)
-        adapter = self._adapter(request)
-        additions = []
-        for number, sequence in enumerate(request.sequences):
-            params = self._writer.params(request, number)
-            self._last_number += 1
-            additions.append(
-                Addition(
-                    self._last_number,
-                    request.prompt,
-                    params,
-                    priority,
-                    grammar,
-                    bad_words,
-                    adapter,
-                    request.params.cache_salt,
-                )
-            )
-            self._running[self._last_number] = sequence
-            self._requests[self._last_number] = request
-        return additions
+    def _addition(self, request: RequestState) -> Addition:
+        constraint = request.input.constraint
+        return Addition(
+            self._last_number + 1,
+            request.prompt,
+            self._writer.params(request),
+            len(request.sequences),
+            request.input.priority,
+            None if constraint is None else as_lark(constraint.grammar),
+            self._writer.bad_words(request),
+            self._adapter(request),
+            request.params.cache_salt,
+        )
 
     def _adapter(self, request: RequestState) -> int | None:
         name = request.input.adapter

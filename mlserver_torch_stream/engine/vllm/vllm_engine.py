@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,7 @@ def run_vllm(
         memory = resources.promise(codec, settings.kv_cache_memory, read_host().available_bytes)
         command = _command(python, settings, source.location, threads, memory, f"vLLM of {source.name}")
         workers = _Workers(command, settings.lora_modules or {})
-        writer = SamplingWriter(codec, generation_rules(generation_config))
-        batcher, ready = workers.first(writer)
+        batcher, ready = workers.first(codec, generation_rules(generation_config))
         if not ready.device.startswith("cpu"):
             resources.release(codec)
         codec.limit_prompts(ready.max_model_len)
@@ -102,7 +101,7 @@ def run_vllm(
         eos_token_ids(generation_config, tokenizer),
         queue_limits=queue_limits(settings),
         stream_interval=settings.stream_interval,
-        rebuild=lambda: workers.next(writer, ready),
+        rebuild=workers.next,
         on_death=on_death,
         name=source.name,
     )
@@ -121,28 +120,34 @@ class _Workers:
         self.adapters = LoraAdapters(modules, lambda: self._batcher)
         self._command = command
         self._batcher: VllmBatcher
+        self._writer: SamplingWriter
+        self._ready: Ready  # the first worker's
         self._worker: VllmProcess | None = None
         self._restarts = 0
 
-    def first(self, writer: SamplingWriter) -> tuple[VllmBatcher, Ready]:
+    def first(self, codec: TextCodec, rules: GenerationRules) -> tuple[VllmBatcher, Ready]:
         worker = self._start()
         try:
             with cancellation().interrupted_by(worker.kill):
-                ready = worker.ready.result()
+                self._ready = worker.ready.result()
         except BaseException:
             worker.wait()
             raise
-        self._batcher = VllmBatcher(lambda: worker, writer, ready, lambda: self.adapters.numbers)
+        self._writer = SamplingWriter(codec, rules, self._ready.vocab_size)
+        self._batcher = self._new_batcher(lambda: worker)
         self._batcher.begin()
-        return self._batcher, ready
+        return self._batcher, self._ready
 
-    def next(self, writer: SamplingWriter, ready: Ready) -> VllmBatcher:
+    def next(self) -> VllmBatcher:
         """Starts the next worker in the background. Each restart waits longer than the previous one, up to a limit."""
         delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
         self._restarts += 1
-        self._batcher = VllmBatcher(lambda: self._start(delay), writer, ready, lambda: self.adapters.numbers)
+        self._batcher = self._new_batcher(lambda: self._start(delay))
         self._batcher.begin_in_thread()
         return self._batcher
+
+    def _new_batcher(self, start: Callable[[], VllmProcess]) -> VllmBatcher:
+        return VllmBatcher(start, self._writer, self._ready, lambda: self.adapters.numbers)
 
     def _start(self, delay: float = 0.0) -> VllmProcess:
         if self._worker is not None:

@@ -59,6 +59,8 @@ _SILENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_PREFIX = "vllm-"
+_MAX_PLACE = 107 - len(f"/{_PREFIX}01234567/") - 36  # a socket's path has at most 107 bytes; vLLM names it by a UUID
 _MALLOC = "libtcmalloc_minimal.so.4"
 _OPENMP = "libiomp5.so"
 _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
@@ -149,7 +151,7 @@ class VllmProcess:
         self._last_call = 0
         self._wake: Callable[[], object] = lambda: None
         self._why: str | None = None  # why it was killed
-        self._folder = tempfile.mkdtemp(prefix="vllm-")
+        self._folder = _own_folder()
         self._connection, workers_end = socket.socketpair()
         output, writing = os.pipe()
         try:
@@ -296,6 +298,12 @@ class VllmProcess:
         if not self.ready.done():
             self.ready.set_exception(LoadFailed(f"{self.lost} before it was ready; the log has its output"))
         self._wake()
+
+
+def _own_folder() -> str:
+    """Makes the worker's folder, in ``/tmp`` if the paths of vLLM's sockets would be too long in ``TMPDIR``."""
+    place = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix=_PREFIX, dir=place if len(os.fsencode(place)) <= _MAX_PLACE else "/tmp")
 
 
 def _program(descriptor: int, own: str) -> str:

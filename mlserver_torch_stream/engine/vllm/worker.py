@@ -32,8 +32,8 @@ from mlserver_torch_stream.engine.vllm.messages import (
     Output,
     StartOrder,
     WorkerStats,
-    decode_additions,
     encode_outputs,
+    malformed,
 )
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
 from mlserver_torch_stream.handlers.worker.subreaper import SHARED_MEMORY, shared_memory
@@ -281,21 +281,27 @@ class Worker:
         while (frame := await frames.get()) is not None:
             if isinstance(frame, Exception):
                 raise frame
-            header, body = frame
-            kind = header.get("t")
-            if kind == "add":
-                for addition in decode_additions(header, body):
-                    self._running[addition.number] = asyncio.create_task(self._generate(addition))
-            elif kind == "abort":
-                for number in header["ids"]:
-                    if (task := self._running.pop(number, None)) is not None:
-                        task.cancel()
-            elif kind in ("load_adapter", "unload_adapter"):
-                call = asyncio.create_task(self._answer(header))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
-            else:
-                raise BrokenFrame(f"an unknown message {kind!r}")
+            try:
+                self._take(*frame)
+            except (KeyError, TypeError, ValueError) as error:
+                raise malformed(str(frame[0].get("t"))[:50], error) from None
+
+    def _take(self, header: Mapping[str, Any], body: bytes) -> None:
+        kind = header.get("t")
+        if kind == "add":
+            addition = Addition.decode(header, body)
+            for index in range(addition.n):
+                self._running[addition.number + index] = asyncio.create_task(self._generate(addition, index))
+        elif kind == "abort":
+            for number in header["ids"]:
+                if (task := self._running.pop(number, None)) is not None:
+                    task.cancel()
+        elif kind in ("load_adapter", "unload_adapter"):
+            answering = asyncio.create_task(self._answer(header, header["call"]))
+            self._calls.add(answering)
+            answering.add_done_callback(self._calls.discard)
+        else:
+            raise BrokenFrame(f"an unknown message {str(kind)[:50]!r}")
 
     async def _send_outputs(self) -> None:
         """Sends the outputs since the last call, and the stats of the newest step."""
@@ -310,12 +316,12 @@ class Worker:
         self._outputs.append(output)
         self._steps.news.set()
 
-    async def _generate(self, addition: Addition) -> None:
-        number = addition.number
+    async def _generate(self, addition: Addition, index: int) -> None:
+        number = addition.number + index
         try:
             async for output in self._llm.generate(
                 _prompt(addition),
-                _sampling_params(addition),
+                _sampling_params(addition, index),
                 request_id=str(number),
                 priority=addition.priority if self._by_priority else 0,
                 lora_request=None if addition.adapter is None else self._adapters[addition.adapter],
@@ -343,7 +349,7 @@ class Worker:
     def _by_priority(self) -> bool:
         return str(self._llm.vllm_config.scheduler_config.policy) == "priority"
 
-    async def _answer(self, header: Mapping[str, Any]) -> None:
+    async def _answer(self, header: Mapping[str, Any], call: Any) -> None:
         error = None
         try:
             if header["t"] == "load_adapter":
@@ -353,7 +359,7 @@ class Worker:
                 await self._llm.remove_lora(header["id"])
         except Exception as failure:
             error = " ".join(str(failure).split())[:500] or type(failure).__name__
-        self._connection.sendall(encode_frame({"t": "answered", "call": header["call"], "error": error}))
+        self._connection.sendall(encode_frame({"t": "answered", "call": call, "error": error}))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter. Raises the exception that vLLM raises if the folder is not an adapter of the model."""
@@ -385,10 +391,10 @@ def _prompt(addition: Addition) -> Any:
     return prompt if addition.salt is None else {**prompt, "cache_salt": addition.salt}
 
 
-def _sampling_params(addition: Addition) -> Any:
+def _sampling_params(addition: Addition, index: int) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    params = dict(addition.params)
+    params = addition.params_of(index)
     if "logit_bias" in params:  # JSON has only string keys
         params["logit_bias"] = {int(key): value for key, value in params["logit_bias"].items()}
     if addition.grammar is not None:

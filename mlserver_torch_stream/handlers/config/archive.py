@@ -1,7 +1,7 @@
-"""Opens the model that a ``uri`` names as a folder on disk.
+"""Opens the model that a ``uri`` names, and provides its files in a folder on disk.
 
-The ``uri`` names a ``.mar``, a ``.tar.gz``, a folder or a handler's Python file. Opening it runs no code, installs no
-package, and writes no file outside the folder that is made for the archive.
+The ``uri`` names a ``.mar``, a ``.tar.gz``, a folder or a handler's Python file. Opening a model runs no code, installs
+no package, and writes no file outside the folder that is made for the archive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNREADABLE = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, RuntimeE
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An opened archive. ``unpacked`` is the folder that was made for it, which ``close`` removes."""
+    """An opened archive. ``unpacked`` is the folder that was made for its files, which ``close`` removes."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -143,7 +143,7 @@ def _unpack(path: Path, bounds: UnpackBounds, wanted: Wanted) -> Archive:
 
 
 def _root(unpacked: Path) -> Path:
-    """Returns the folder that holds the files: ``torch-model-archiver --archive-format tgz`` adds one folder above."""
+    """Returns the folder of the archive's files: ``torch-model-archiver --archive-format tgz`` nests it one deeper."""
     below = [each.parent.parent for each in unpacked.glob(f"*/{MANIFEST}")]
     return below[0] if len(below) == 1 and not (unpacked / MANIFEST).is_file() else unpacked
 
@@ -215,7 +215,7 @@ def model_version(archive: Archive) -> str | None:
 
 
 def read_named(path: Path, given: str | None) -> tuple[str, str, Mapping[str, Any]]:
-    """Returns the name, the version and ``model-config.yaml`` of an archive's model, and unpacks nothing else.
+    """Returns the name, the version and ``model-config.yaml`` of an archive's model, without unpacking any other file.
 
     ``given`` is the model's name; with None the archive's own name is used. Raises SettingsError or LoadFailed.
     """

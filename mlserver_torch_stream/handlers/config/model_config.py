@@ -47,7 +47,7 @@ class TorchRun(BaseModel):
 class HandlerConfig(BaseModel):
     """The settings of one handler model, with TorchServe's names and units.
 
-    A bound of 0 means "no bound" wherever it does in TorchServe.
+    A limit of 0 means "no limit" for the same keys as in TorchServe.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -123,9 +123,9 @@ class HandlerConfig(BaseModel):
 
     @property
     def stops(self) -> Literal["alone", "together", "never"]:
-        """How a call is ended early once all its clients have disconnected; ``never`` lets it run to its end.
+        """How a call is ended early once all its clients have disconnected; with ``never`` the call runs to its end.
 
-        A ``custom`` handler in one process may have started ranks of its own, which would wait for the call forever.
+        A ``custom`` handler in one process may have started its own ranks, which would wait for the ended call forever.
         """
         if self.ranks == 1:
             return "never" if self.parallelType == "custom" else "alone"
@@ -133,7 +133,7 @@ class HandlerConfig(BaseModel):
 
     @property
     def hidden(self) -> re.Pattern[str] | None:
-        """The pattern of the names of the server's environment variables that workers do not see."""
+        """The pattern of the names of those environment variables of the server that workers do not see."""
         return re.compile(self.blacklist_env_vars) if self.blacklist_env_vars else None
 
     @property
@@ -152,7 +152,7 @@ KEYS, OURS = _FIELDS[: _FIELDS.index("ts")], _FIELDS[_FIELDS.index("ts") :]
 
 
 def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> HandlerConfig:
-    """Validates the keys of a model; a key in ``overrides`` beats the same key in ``yaml``.
+    """Validates the keys of a model; a key in ``overrides`` replaces the same key in ``yaml``.
 
     Raises SettingsError, which names the key.
     """
@@ -172,7 +172,7 @@ def read_config(yaml: Mapping[str, Any], overrides: Mapping[str, Any]) -> Handle
 
 
 def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str]:
-    """Yields one line for each key of the YAML that has an effect in TorchServe and none here."""
+    """Yields one line for each key of the YAML that has an effect in TorchServe but not here."""
     for key, reason in NOT_HONOURED.items():
         if key in yaml:
             yield f"{key}: {reason}"

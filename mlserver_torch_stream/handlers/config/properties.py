@@ -121,7 +121,7 @@ def read_properties(text: str) -> dict[str, str]:
 def carried(properties: Mapping[str, str], model: str, version: str | None, yaml: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a model's keys for ``parameters.extra``: the model's own settings, then the server's defaults.
 
-    Keys that the model's YAML sets are left out, since the YAML beats the file. Raises SettingsError.
+    Keys that the model's YAML sets are left out, since the YAML overrides the file. Raises SettingsError.
     """
     extra: dict[str, Any] = {}
     for key, name in CARRIED.items():

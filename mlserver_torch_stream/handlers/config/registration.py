@@ -67,9 +67,9 @@ def registered_settings(asked: Registration, path: Path, server: ServerConfig) -
     """Returns the content of the model's ``model-settings.json``. Reads only the manifest and the YAML of the archive
     at ``path``. Raises ManagementRefusal.
 
-    As in TorchServe, ``minWorkers`` and ``maxWorkers`` of the YAML, if it has both, beat ``initial_workers``, and a
-    model for which neither is given gets no worker. All other parameters of the request beat the YAML, and the YAML
-    beats the server's defaults.
+    As in TorchServe, ``minWorkers`` and ``maxWorkers`` override ``initial_workers`` if the YAML has both of them, and a
+    model gets no worker if neither the YAML nor the request sets the number. All other parameters of the request
+    override the YAML, and the YAML overrides the server's defaults.
     """
     try:
         name, version, yaml = read_named(path, asked.name)
@@ -84,7 +84,7 @@ def registered_settings(asked: Registration, path: Path, server: ServerConfig) -
 
 
 def _workers(yaml: Mapping[str, Any], asked: int | None) -> dict[str, int]:
-    """Returns minWorkers and maxWorkers; an empty dict if neither the YAML nor the request gives them."""
+    """Returns minWorkers and maxWorkers; an empty dict if neither the YAML nor the request sets them."""
     least, most = yaml.get("minWorkers") or 0, yaml.get("maxWorkers") or 0
     if 0 < least <= most:
         return {"minWorkers": least, "maxWorkers": most}

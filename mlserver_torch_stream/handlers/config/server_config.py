@@ -94,8 +94,7 @@ class Address:
 
 
 class ServerConfig:
-    """TorchServe's configuration: ``properties`` by key, and the ``file`` that they come from; None means TorchServe's
-    defaults.
+    """TorchServe's configuration: ``properties`` by key, and their ``file``; without a file its defaults apply.
 
     Every method may raise SettingsError, which names the key.
     """
@@ -112,10 +111,10 @@ class ServerConfig:
     def read(
         cls, file: Path | None, arguments: Mapping[str, str] | None = None, environ: Mapping[str, str] = os.environ
     ) -> ServerConfig:
-        """Reads ``file``; ``arguments``, the keys from the command line, beat it.
+        """Reads ``file``, and ``arguments``, the keys from the command line, which override the file.
 
-        Environment variables beat both if the file enables them. Raises SettingsError, for example for a key that this
-        package cannot honour, such as a keystore.
+        Environment variables override both if the file enables them. Raises SettingsError, for example for a key that
+        this package cannot honour, such as a keystore.
         """
         given = read_properties_file(file) if file is not None else {}
         found = {key: _resolved(key, value, environ) for key, value in given.items()} | dict(arguments or {})
@@ -127,7 +126,7 @@ class ServerConfig:
         return cls({key: value.strip() for key, value in found.items()}, file, environ)
 
     def is_true(self, key: str, default: bool = False) -> bool:
-        """Whether the boolean ``key`` is true; ``default`` stands for a key that is not set."""
+        """Whether the boolean ``key`` is true; ``default`` is the value of a key that is not set."""
         return is_true(self.properties.get(key, default))
 
     def ignored(self) -> Iterator[str]:
@@ -187,9 +186,9 @@ class ServerConfig:
         return self._address("management_address", 8081, 80) if named else Address(_LOCAL, 0)
 
     def _address(self, key: str, usual: int, without_port: int) -> Address:
-        """Parses the address in ``key``; without the key the port is ``usual``.
+        """Parses the address in ``key``. If the key is not set, the port is ``usual``.
 
-        ``without_port`` is the port of an address that names none.
+        ``without_port`` is the port if the address has none.
         """
         given = self.properties.get(key)
         if given is None:
@@ -287,7 +286,7 @@ class ServerConfig:
         return {**self._extra, **carried(self.properties, name, version, yaml)}
 
     def stored_extra(self, stored: StoredModel, name: str, version: str, yaml: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the same keys for an archive of the model store; settings in a snapshot beat the archive's YAML."""
+        """Like ``model_extra``, for an archive of the model store; a snapshot's settings override its YAML."""
         extra = {**self.model_extra(name, version, yaml), **model_keys(stored.snapshot)}
         own = own_settings(self.properties, name, version)
         if stored.snapshot.get(DEFAULT_VERSION) is True or own.get(DEFAULT_VERSION) is True:
@@ -295,7 +294,7 @@ class ServerConfig:
         return extra
 
     def stored_models(self, usual: str = "all") -> list[StoredModel]:
-        """Returns the archives to load. ``usual`` stands for ``load_models`` if the configuration does not set it."""
+        """Returns the archives to load. If the configuration does not set ``load_models``, its value is ``usual``."""
         return stored_models(self._store, {"load_models": usual, **self.properties})
 
     @property
@@ -319,7 +318,7 @@ def _is_port(number: int) -> bool:
 
 
 def _variables(properties: Mapping[str, str]) -> dict[str, str]:
-    """Returns, by key, the name of the environment variable that sets it."""
+    """Returns, for each key, the name of the environment variable that sets it."""
     found = _all_variables()
     if not is_true(properties.get(_ALLOWED_BY_VARIABLE)):
         del found[_ALLOWED_URLS]

@@ -53,7 +53,7 @@ _CHUNK = 1 << 20
 
 
 class StoreFiles:
-    """The archives in ``folder``, the model store, which is None if the server has none.
+    """The archives in ``folder``, the model store; None means that the server has no model store.
 
     An archive is downloaded if a pattern in ``allowed`` matches its whole URL.
     """
@@ -172,7 +172,7 @@ def _file_name(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """An archive to load; its file may be missing. A ``name`` or ``version`` of None is read from the archive.
+    """An archive to load; its file may be missing. If ``name`` or ``version`` is None, the archive's own is used.
 
     ``snapshot`` holds the model's settings in a TorchServe snapshot.
     """

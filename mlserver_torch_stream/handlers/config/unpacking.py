@@ -38,7 +38,7 @@ _DRIVE = re.compile(r"[A-Za-z]:/")
 
 @dataclass(frozen=True, slots=True)
 class UnpackBounds:
-    """The bounds of an unpacked archive. If ``bytes`` is None, the bound is 100 times its size, and at least 1 GiB."""
+    """The limits of an unpacked archive. ``bytes`` of None means 100 times the archive's size, and at least 1 GiB."""
 
     bytes: int | None = None
     files: int = _FILES  # files and folders
@@ -112,7 +112,7 @@ def _of_zip(archive: zipfile.ZipFile) -> Generator[_Member, None, None]:
 
 
 class _BoundedReads(gzip.GzipFile):
-    """Bounds each read of tarfile, which reads a member's headers, such as a long name, at once."""
+    """Limits each read, because tarfile reads all headers of a member, such as a long name, at once."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _CHUNK:

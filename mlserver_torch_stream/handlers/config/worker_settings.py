@@ -35,9 +35,10 @@ DEFAULT: Mapping[str, Any] = {
 
 
 def read_metrics_config(given: str, folder: str | None, key: str) -> Mapping[str, Any]:
-    """Returns the content of the metrics file ``given``, a path relative to ``folder``, the folder of the settings.
+    """Returns the content of the metrics file ``given``. The path is relative to ``folder``, the folder of the
+    settings.
 
-    Raises SettingsError, which names ``key``, the setting that holds the path.
+    Raises SettingsError, which names ``key``, the setting that has the path.
     """
     path = find_path(given, folder)
     if path is None or not path.is_file():
@@ -116,7 +117,7 @@ def find_interpreter(given: str, folder: str | None) -> str:
 def environment_of(python: str | None) -> dict[str, str]:
     """Returns the environment variables that a worker inherits from the server.
 
-    If ``python`` names another interpreter, the variables that set up the server's own are left out.
+    If ``python`` names another interpreter, variables that configure the server's own interpreter are left out.
     """
     left_out = _OF_OUR_PYTHON if python is not None else ()
     return {key: value for key, value in os.environ.items() if key not in left_out}

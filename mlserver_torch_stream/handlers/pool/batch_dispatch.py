@@ -100,7 +100,7 @@ class BatchDispatcher:
         return 0 if slot.active else self._config.batchSize
 
     def _most_ahead(self, slot: WorkerSlot) -> int:
-        """Returns how many batches the worker may hold besides the one that it runs.
+        """Returns how many batches the worker may hold in addition to the batch that it runs.
 
         0 if another worker might run a batch earlier, or if a request would run although its client has disconnected.
         """

@@ -19,7 +19,7 @@ from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob, Requ
 
 @dataclass
 class RequestSequence:
-    """The requests of one ``sequence_id``. They all go to one worker, whose handler keeps their state."""
+    """The requests of one ``sequence_id``. They all go to one worker, whose handler keeps the sequence's state."""
 
     id: str
     opened: float
@@ -114,7 +114,7 @@ class BatchQueue:
     def _has_plain_alone(self) -> bool:
         """True if every worker may take every waiting request.
 
-        Then a batch of thousands is gathered without a scan of all waiting requests at each further arrival.
+        Then a batch of thousands is gathered without scanning all waiting requests each time that a request arrives.
         """
         return not self._sequences and not self._retries
 
@@ -144,7 +144,7 @@ class BatchQueue:
         self._retries.append(job)
 
     def take_back(self, job: HandlerJob) -> None:
-        """Puts a request back that was sent to a worker, which has not begun it."""
+        """Puts back a request that was sent to a worker but not begun by it."""
         sequence = self._of(job)
         if job.retry is not None:
             self._retries.appendleft(job)
@@ -177,8 +177,8 @@ class BatchQueue:
     def due(self, worker: int, idle_since: float, now: float) -> float | None:
         """Returns when the next batch of an idle worker is due; None if no request waits for this worker.
 
-        A full batch is due at once. Any other is due ``maxBatchDelay`` ms after its first request has arrived and the
-        worker has become idle, whichever is later.
+        A full batch is due at once. Any other batch is due ``maxBatchDelay`` ms after two conditions are met: its first
+        request has arrived, and the worker is idle.
         """
         size = self._config.batchSize
         candidates: Sequence[HandlerJob] = self._plain
@@ -228,7 +228,7 @@ class BatchQueue:
     def ended(self, job: HandlerJob, now: float, closes_sequence: bool) -> None:
         """Called when a job of a batch has ended.
 
-        Its sequence ends too if ``closes_sequence`` is true or the client asked for that.
+        The job's sequence ends, too, if ``closes_sequence`` is true or the client asked for that.
         """
         sequence = self._of(job)
         if sequence is None:

@@ -9,6 +9,7 @@ its count, its sum and the bucket ``+Inf``. There a counter whose name does not 
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import socket
@@ -35,7 +36,7 @@ _OUR_TYPES = {"counter": "counter", "histogram": "summary"}  # all other kinds a
 class ExportedNames:
     """The names of exported samples, each with the metric that used it first.
 
-    In Prometheus a name has one type, so a second metric with the same name and another type is not exported.
+    In Prometheus a name has only one type, so a second metric with the same name but another type is not exported.
     """
 
     def __init__(self) -> None:
@@ -232,10 +233,12 @@ def _of_requests(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metri
         yield gauge
 
 
+@functools.lru_cache(maxsize=1024)
 def _fit(name: str) -> str:
     return _UNFIT.sub("_", name)[:_MAX_LABEL_CHARS] or "_"
 
 
+@functools.lru_cache(maxsize=1024)
 def _fit_label(name: str) -> str:
     fit = _fit(name)
     return f"exported_{fit}" if _RESERVED.fullmatch(fit) else fit

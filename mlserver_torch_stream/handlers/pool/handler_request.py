@@ -75,7 +75,7 @@ class RequestPart:
 
 @dataclass(frozen=True, slots=True)
 class HandlerRequest:
-    """A request as a handler sees it. ``timeout_s`` bounds the time from its arrival to its last piece.
+    """A request as a handler sees it. ``timeout_s`` limits the time from the request's arrival to its last piece.
 
     If ``whole_sequence`` is true, the worker must see every request of the sequence exactly once, from the first on.
     Then a request with ``sequence_open`` is refused unless a worker holds the sequence, and a request that fails is not
@@ -101,7 +101,7 @@ class HandlerRequest:
 class ResponsePiece:
     """One piece of a handler's answer, with the status and headers that the handler set.
 
-    No piece follows a piece with ``last``.
+    A piece with ``last`` is the final piece of the answer.
     """
 
     value: bytes

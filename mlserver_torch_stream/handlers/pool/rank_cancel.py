@@ -1,6 +1,6 @@
 """Chooses the send at which all ranks end a call whose clients have disconnected.
 
-Each method returns the message that the caller has to send to the ranks, or None.
+Methods return the message that the caller must send to the ranks, or None if there is nothing to send.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class RankCancellation:
                 self._alike = self._alike is not False and len(set(counts.values())) == 1
 
     def asked(self, call: int, send: int) -> Message:
-        """Called when the first rank asks to end the call; it waits at its send with the number ``send``."""
+        """Called when the first rank asks to end the call. This rank waits at its send with the number ``send``."""
         if not self._alike:
             return _verdict(call, False)
         self._call, self._next, self._waiting = call, {0: send}, set()
         return {"t": "halt", "call": call}
 
     def next_send(self, rank: int, call: int, send: int) -> Message | None:
-        """Called when a rank reports the send at which it waits; 0 if it can no longer end the call."""
+        """Called when a rank reports the number of the send at which it waits; 0 if it can no longer end the call."""
         if call != self._call:
             return None
         if not send:
@@ -65,7 +65,7 @@ class RankCancellation:
     def too_late(self, call: int) -> Message | None:
         """Called when the time to meet is over.
 
-        If ranks are missing, calls of this handler are not ended early again.
+        If ranks are missing, no later call of this handler is ended early.
         """
         if call != self._call:
             return None

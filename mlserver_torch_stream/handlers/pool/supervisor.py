@@ -58,12 +58,12 @@ class WorkerSlot:
 
     @property
     def begun(self) -> list[HandlerJob]:
-        """The requests that the worker runs now. It begins a batch when it has ended the previous one."""
+        """The requests that the worker runs now. A worker begins a batch when it has ended the previous batch."""
         return self.batches[0] if self.batches else list(self.active.values())
 
     @property
     def ahead(self) -> list[HandlerJob]:
-        """The requests that were sent to the worker and that it has not begun."""
+        """The requests that were sent to the worker but that it has not begun."""
         return [job for batch in islice(self.batches, 1, None) for job in batch]
 
     def fail_start(self, why: str) -> bool:
@@ -94,9 +94,7 @@ class SupervisorListener(Protocol):
 
 
 class WorkerSupervisor:
-    """Runs the workers of one model. ``order`` returns the ``WorkerOrder`` for the worker with a given number; numbers
-    are reused.
-    """
+    """Runs the workers of one model. ``order`` returns the ``WorkerOrder`` of a worker number; numbers are reused."""
 
     def __init__(
         self, name: str, config: HandlerConfig, order: Callable[[int], WorkerOrder], listener: SupervisorListener
@@ -127,8 +125,8 @@ class WorkerSupervisor:
     async def add(self, count: int) -> None:
         """Starts ``count`` more workers at the same time, and waits until they are ready.
 
-        Raises LoadFailed if a worker cannot be started; the others stay. Raises WorkerRemoved if the only failures are
-        workers that were removed while they started.
+        Raises LoadFailed if a worker cannot be started; the other workers stay. Raises WorkerRemoved if the only
+        failures are workers that were removed while they started.
         """
         added = [self._new_slot() for _ in range(count)]
         results = await asyncio.gather(*map(self._start, added), return_exceptions=True)
@@ -286,7 +284,7 @@ class WorkerSupervisor:
 
 
 def rank_environments(config: HandlerConfig, devices: str | None) -> list[Mapping[str, str]]:
-    """Returns, for each rank, the environment variables that torchrun sets; for a single process they are empty.
+    """Returns, for each rank, the environment variables that torchrun would set; none for a single process.
 
     ``devices`` is the value of CUDA_VISIBLE_DEVICES for all ranks.
     """

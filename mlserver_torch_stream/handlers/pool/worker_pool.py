@@ -35,7 +35,7 @@ from mlserver_torch_stream.work_threads import in_thread
 
 
 def pass_rank_message(slot: WorkerSlot, header: dict[str, Any], meet_s: float) -> None:
-    """Passes a rank's message to the cancellation of its call, and sends the message that comes back to all ranks.
+    """Passes a rank's message to the worker's ``RankCancellation``, and sends the message that it returns to all ranks.
 
     The ranks have ``meet_s`` seconds to reach the same send.
     """
@@ -67,7 +67,7 @@ class WorkerPool:
     """The workers of one loaded model and the requests to them.
 
     ``start`` is called once, on the event loop; ``shutdown`` may be called in any thread. ``close`` removes the
-    workers' files. ``most_bytes`` bounds the message of one batch. Before a call of several ranks ends early, the ranks
+    workers' files. ``most_bytes`` limits the message of one batch. Before a call of several ranks ends early, the ranks
     have ``meet_s`` seconds to reach the same send.
     """
 
@@ -174,7 +174,7 @@ class WorkerPool:
         return job.stream
 
     def cancel(self, job: HandlerJob) -> None:
-        """Cancels a job. A job that runs is cancelled at its handler's next send. Idempotent."""
+        """Cancels a job. A running job is cancelled at its handler's next send. Idempotent."""
         if self.jobs.get(job.key) is not job:
             return
         job.stream.over = True
@@ -186,7 +186,7 @@ class WorkerPool:
             slot.worker.send(encode_frame({"t": "cancel", "ids": [job.key]}), all_ranks=False)
 
     def _key(self, request_id: str) -> str:
-        """Returns a key that no running job has, because handlers keep state by the request's id."""
+        """Returns a key that no other job has, because handlers store state under the request's id."""
         key, number = request_id, 1
         while key in self.jobs:
             number += 1

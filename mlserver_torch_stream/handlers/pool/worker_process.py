@@ -23,8 +23,8 @@ Receive = Callable[[dict[str, Any], bytes], None]
 
 
 class WorkerProcess:
-    """A running worker. ``receive`` is called with each message and its ``rank``; ``lost`` once, with the reason of the
-    worker's end.
+    """A running worker. ``receive`` is called with each message and its ``rank``; ``lost`` is called once, with the
+    reason why the worker ended.
 
     It must be created on the event loop, on which both callbacks run.
     """
@@ -183,7 +183,7 @@ class WorkerProcess:
         self._post(self._report_end, why)
 
     def _post(self, callback: Callable[..., None], *args: Any) -> bool:
-        """Calls back on the event loop, from any thread. Returns False if the loop is closed."""
+        """Schedules a callback on the event loop, from any thread. Returns False if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:

@@ -48,7 +48,7 @@ MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """The first message to a worker, which says what it loads. ``environment`` has one mapping for each rank.
+    """The first message to a worker, which says what to load. ``environment`` has one mapping for each rank.
 
     ``python`` is the interpreter that runs the worker; None means the server's own. The worker does not see the
     server's environment variables whose whole names match ``hidden``.
@@ -64,8 +64,8 @@ class WorkerOrder:
 class WorkerRank:
     """One worker process. Its parent is a subreaper, a child process of the server.
 
-    When the connection closes, also because the server ends, the subreaper kills the worker and all processes that the
-    worker has started.
+    When the connection closes, for example because the server ends, the subreaper kills the worker and all processes
+    that the worker has started.
     """
 
     def __init__(self, number: int, name: str, environment: Mapping[str, str], order: WorkerOrder) -> None:
@@ -107,8 +107,9 @@ class WorkerRank:
         drain(output, name)
 
     def send(self, frame: bytes) -> None:
-        """Queues a frame. The frames of one turn of the event loop are sent together, as soon as the connection takes
-        them."""
+        """Queues a frame. The frames of one turn of the event loop are sent together, as soon as the socket is
+        writable.
+        """
         if not self._unsent:
             self._loop.call_soon(self._send_on)
         self._unsent.append(memoryview(frame))
@@ -142,7 +143,7 @@ class WorkerRank:
             self._loop.remove_writer(self.connection)
 
     def kill(self) -> None:
-        """Closes the connection, at which the subreaper kills the worker and its processes."""
+        """Closes the connection, which makes the subreaper kill the worker and its processes."""
         self.killed.set()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -165,7 +166,7 @@ class WorkerRank:
 
 
 def _parse(header: bytes) -> Any:
-    """Parses with orjson, four times as fast as json; json parses lone surrogates, NaN and large integers too."""
+    """Parses with orjson, four times as fast as json. Lone surrogates, NaN and large integers are left to json."""
     try:
         return orjson.loads(header)
     except ValueError:

@@ -26,7 +26,7 @@ NO_WORKER = "it has no worker to serve inference request. Please use scale worke
 class WorkerScaling:
     """Keeps between ``least`` and ``most`` workers; ``scale`` changes the two numbers.
 
-    One worker at a time is started for waiting requests. ``free`` says whether a worker may take a request now.
+    One worker at a time is started for waiting requests. ``free`` returns whether a worker may take a request now.
     ``failed`` is called with the reason if no worker is left and none can be started.
     """
 
@@ -60,8 +60,9 @@ class WorkerScaling:
             self._look_at(self._due(since))
 
     def refused_for_room(self) -> None:
-        """Called when a request was refused because no worker was free (``useJobTicket``): a worker is missing,
-        although no request waits."""
+        """Called when a request was refused because no worker was free (``useJobTicket``), which shows that another
+        worker is needed, although no request waits.
+        """
         if self._may_grow and time.monotonic() >= self._paused_until:
             self._grow()
 
@@ -147,7 +148,7 @@ class WorkerScaling:
         """Sets both numbers. Returns when ``least`` workers are ready and the workers above ``most`` have ended.
 
         A worker that is scaled away finishes its requests. If ``grace`` is not None, the worker is ended after that
-        many seconds, with the requests that it still has. If no worker stays, the leaving ones also take the waiting
+        many seconds, with the requests that it still has. If no worker stays, the leaving workers also take the waiting
         requests. Raises LoadFailed if a worker cannot be started, and leaves both numbers unchanged.
         """
         before = self.least, self.most

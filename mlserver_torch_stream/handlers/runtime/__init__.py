@@ -45,7 +45,7 @@ from mlserver_torch_stream.server.rest.prediction_messages import BodyField
 
 
 class TorchServeRuntime(BaseRuntime, HandlerModel):
-    """Serves a TorchServe archive or handler, unchanged, in worker processes of its own."""
+    """Serves a TorchServe archive or handler, unchanged, in separate worker processes."""
 
     _slot: ModelSlot[BuiltPool]
     extra_keys = (*KEYS, *OURS)

@@ -37,7 +37,7 @@ from mlserver_torch_stream.types import FinishReason
 class HandlerRequestObserver(TimedRequest):
     """Measures one request to a handler.
 
-    Its log line has no token counts, since a handler's pieces need not be tokens.
+    The request's log line has no token counts, since a handler's pieces need not be tokens.
     """
 
     def __init__(self, record: RequestRecord, reports: RequestReports, handler_metrics: HandlerMetrics) -> None:
@@ -57,7 +57,9 @@ class HandlerRequestObserver(TimedRequest):
         self.metrics.ended(reason, self.record.e2e_s, self.record.queue_s or 0.0)
 
     def _outcome(self) -> tuple[str, str]:
-        """Returns how the request ended, in the words of the handlers' metric and of the metric of all requests."""
+        """Returns how the request ended: the label of the handlers' metric, and the label of the metric of all
+        requests.
+        """
         record = self.record
         if record.client_disconnected:
             return "cancelled", CANCELLED
@@ -99,7 +101,7 @@ class PieceReader:
 
     @property
     def request_id(self) -> str:
-        """The request's id, of the client or of the server."""
+        """The request's id, set by the client or made by the server."""
         return self._request.request_id
 
     def close(self) -> None:
@@ -124,7 +126,7 @@ class PieceReader:
         return self._job
 
     async def pieces(self, *, whole: bool = False) -> AsyncGenerator[ResponsePiece, None]:
-        """Yields the pieces as the handler sent them; with ``whole``, within the bounds of a whole reply.
+        """Yields the pieces as the handler sent them; with ``whole``, enforces the limits of a whole reply.
 
         Raises RequestError.
         """
@@ -194,11 +196,11 @@ class HandlerReply(PieceReader):
         return attach_binary(as_rest(await self.whole(), binary), binary)
 
     def failure(self, error: Exception) -> Sequence[JsonObject]:
-        """Returns the final response of a stream that failed after its start; nothing if it was sent already."""
+        """Returns the final response of a stream that failed after its start; nothing if one was sent already."""
         return [] if self._reply.final_sent else [self._spelled(self._reply.failure(error))]
 
     def end(self) -> None:
-        """Returns None: a V2 stream ends with its last response, and has no mark of its end."""
+        """Returns None: nothing follows the last response of a V2 stream."""
 
     def _spelled(self, body: JsonObject) -> JsonObject:
         return body if self._binary is None else as_rest(body)
@@ -209,7 +211,7 @@ class HandlerReply(PieceReader):
 
 
 class PredictionFailed(RequestError):
-    """The handler's failure, with the status that TorchServe gives it."""
+    """The handler's failure, with the status that TorchServe would send."""
 
     def __init__(self, failed: HandlerFailed) -> None:
         super().__init__(failed.message)

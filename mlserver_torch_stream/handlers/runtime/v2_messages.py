@@ -41,7 +41,7 @@ def read_request(payload: Any, request_id: str, config: HandlerConfig, envelope:
 def read_body(
     body: Mapping[str, Any] | RequestPart, headers: Mapping[str, str], request_id: str, config: HandlerConfig
 ) -> HandlerRequest:
-    """Makes a request from a body in the handler's own format; a key ``parameters`` of a JSON object stays there."""
+    """Makes a request from a body in the handler's own format; a JSON object keeps its key ``parameters``."""
     part = body if isinstance(body, RequestPart) else RequestPart("body", JSON, orjson.dumps(body))
     return read_parts([part], headers, request_id, config)
 
@@ -53,7 +53,8 @@ def read_parts(
     config: HandlerConfig,
     parameters: Mapping[str, Any] = MappingProxyType({}),
 ) -> HandlerRequest:
-    """Makes a request from its parts. V2's ``parameters`` become headers, beside ``headers``, or options of the server.
+    """Makes a request from its parts. V2's ``parameters`` become options of the server or headers, added to
+    ``headers``.
 
     Raises InvalidInput.
     """
@@ -73,7 +74,7 @@ def read_parts(
 
 
 def _is_for_envelope(payload: Any, envelope: str) -> bool:
-    """True if one of KServe's envelopes reads the whole request.
+    """True if the whole request goes to one of KServe's envelopes.
 
     Under ``kserve`` the request may also have one tensor ``body``, which holds the JSON of KServe's V1 protocol.
     """
@@ -81,7 +82,7 @@ def _is_for_envelope(payload: Any, envelope: str) -> bool:
 
 
 def _sequence(parameters: Mapping[str, Any], headers: dict[str, str], config: HandlerConfig) -> str | None:
-    """Returns the id of the request's sequence, and writes TorchServe's headers of a sequence into ``headers``."""
+    """Returns the id of the request's sequence, and adds TorchServe's headers for sequences to ``headers``."""
     for name in ("sequence_start", "sequence_end"):
         if not isinstance(parameters.get(name, False), bool):
             raise InvalidInput(name, "must be true or false")

@@ -1,4 +1,5 @@
-"""Calls a handler, for a batch or for each request alone. Its return value is the last piece of each response.
+"""Calls a handler, for a batch or for each request alone. The handler's return value is the last piece of each
+response.
 
 This module imports ``ts``, so import it after ``provide_ts``.
 """
@@ -26,7 +27,7 @@ OUT_OF_RESOURCES = 507
 
 
 class WrongResults(Exception):
-    """The handler did not return a list with one result for each request."""
+    """Raised if the handler did not return a list with one result for each request."""
 
 
 @dataclass(frozen=True)

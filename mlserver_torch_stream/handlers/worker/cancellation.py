@@ -1,4 +1,4 @@
-"""Decides whether a call of the handler ends early, at one of its sends, because all its clients have disconnected.
+"""Decides whether a call of the handler ends early, at one of its sends, because all clients have disconnected.
 
 Calls are numbered; a call that several ranks make together has the same number on all of them.
 """
@@ -39,7 +39,7 @@ class NeverStop:
 
 
 class StopAlone(NeverStop):
-    """Ends a call at the first send after all clients have disconnected; no other process takes part in the call."""
+    """Ends a call, in which no other process takes part, at the first send after all clients have disconnected."""
 
     skips = True
 
@@ -51,10 +51,10 @@ class StopAlone(NeverStop):
 class StopTogether(NeverStop):
     """Ends a call on all ranks at the same send, or on none: a rank that went on would wait for the others forever.
 
-    The first rank asks, once in a call, and waits. The other ranks report their next send, and wait at it until they
-    know where to meet: at the furthest of the reported sends, which every rank can reach without the other ranks. When
-    all ranks have met there, the call ends. A call that has started a thread does not end early, because the thread
-    might interfere with the next call.
+    Once in a call, the first rank asks the server to end it, and waits. The other ranks report the number of their next
+    send, and wait there until they know where to meet: at the furthest of the reported sends, which every rank can
+    reach without the other ranks. When all ranks have met there, the call ends. A call that has started a thread does
+    not end early, because the thread might interfere with the next call.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -121,5 +121,5 @@ class StopTogether(NeverStop):
 
     @property
     def _single(self) -> bool:
-        """True if the call has started no thread that still runs."""
+        """True if no thread that the call has started is still running."""
         return self._threads.issuperset(threading.enumerate())

@@ -1,4 +1,4 @@
-"""The worker's end of its connection to the server: sends pieces and failures, and knows the cancelled requests.
+"""The worker's end of its connection to the server: sends pieces and failures, and records cancelled requests.
 
 If a handler forks, the connection is closed in the child, so that the child can neither send nor keep the connection
 open.
@@ -23,7 +23,7 @@ TOO_LARGE = 507  # the status of a piece or a whole reply that is too large
 
 @dataclass(frozen=True)
 class SentPiece:
-    """A piece of the response to one request. After a piece with ``last`` none follows."""
+    """A piece of the response to one request. A piece with ``last`` is the final piece."""
 
     request_id: str
     value: bytes
@@ -39,7 +39,7 @@ class SentPiece:
 
 
 class Channel:
-    """Sends in any thread, and reads in one. A message has at most ``most_bytes`` bytes.
+    """Any thread may send, and one thread reads. A message has at most ``most_bytes`` bytes.
 
     If a message cannot be sent, because the server has closed its end, ``lost`` is called and no error is raised.
     """
@@ -60,7 +60,7 @@ class Channel:
 
     @property
     def forked(self) -> bool:
-        """True in a child that a handler forked."""
+        """True in a child process that a handler forked."""
         return os.getpid() != self.pid
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
@@ -68,11 +68,11 @@ class Channel:
         return self._reader.read()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message of this kind, with the fields as its header."""
+        """Sends a message of this kind, with ``fields`` in its header."""
         self._send({"t": kind, **fields})
 
     def hold(self) -> None:
-        """Keeps the messages that follow, and sends them together with the next pieces."""
+        """Holds back the messages that follow, until they are sent together with the next pieces."""
         with self._sending:
             self._held = self._held or []
 
@@ -125,7 +125,7 @@ class Channel:
         self._send({"t": "pieces", "items": items, **end}, b"".join(each.value for each in pieces))
 
     def failed(self, request_ids: Collection[str], status: int, message: str, retry: bool = False) -> None:
-        """Reports that requests have failed. With ``retry`` they were a batch, and may succeed one by one."""
+        """Reports that requests have failed. ``retry`` says that they were a batch, and may succeed one by one."""
         if request_ids:
             message = message[:_MAX_MESSAGE_CHARS]
             self.send("failed", ids=list(request_ids), status=status, message=message, retry=retry)

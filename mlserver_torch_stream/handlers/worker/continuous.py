@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 class Continuous:
     """The batch, and the requests that wait to join it.
 
-    So that a request that makes the handler raise fails alone, a call that raised is repeated without the requests that
-    had just joined; these then join one at a time. If the repeated call raises too, each request is called alone.
+    If a call raises, only the request that caused it should fail. So the call is repeated without the requests that had
+    just joined, and these then join one at a time. If the repeated call raises, too, the handler is called for each
+    request alone.
     """
 
     def __init__(self, entry: Entry, context: HandlerContext, channel: Channel) -> None:
@@ -140,9 +141,9 @@ class Continuous:
             return None
 
     def _stops(self, index: int, value: Any) -> bool:
-        """Whether the value is the request's last.
+        """Whether the value is the request's last one.
 
-        As in TorchServe, it is if no criterion is set or it returns None.
+        As in TorchServe, it is the last one if no criterion is set, or if the criterion returns None.
         """
         criteria = self._context.stopping_criteria
         verdict: bool | None = criteria[index](value) if criteria else None

@@ -1,6 +1,6 @@
 """Finds and initialises a handler's entry point in an archive's folder, as TorchServe does.
 
-Each problem becomes a HandlerRefused with one line, with which the model's load fails.
+Each problem is raised as a HandlerRefused with one line, and the model's load fails with this line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUILT_IN = {
 
 
 class HandlerRefused(Exception):
-    """The handler cannot be loaded."""
+    """Raised if the handler cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Handler:
 def provide_ts(which: str) -> None:
     """Makes ``import ts`` work: with the torchserve package if it is installed, else with the shim.
 
-    ``which`` is ``auto``, ``shim`` or ``package``. Raises HandlerRefused if the package is asked for and missing.
+    ``which`` is ``auto``, ``shim`` or ``package``. Raises HandlerRefused if ``which`` is ``package`` and torchserve is
+    not installed.
     """
     installed = which != "shim" and _installed()
     if which == "package" and not installed:

@@ -30,7 +30,7 @@ FAILED = 503
 
 @dataclass(frozen=True)
 class Response:
-    """A message in the format that TorchServe sends to its frontend: a piece for each of several requests."""
+    """A message that a TorchServe worker sends to the frontend, with a piece for each of several requests."""
 
     code: int
     message: str
@@ -88,7 +88,9 @@ class WorkerRequest:
         return {name: values.decode(value, content_type) for name, content_type, value in self.parts}
 
     def processor(self) -> RequestProcessor:
-        """Returns the request's headers, and the place of its response's status and headers."""
+        """Returns the object that has the request's headers, and on which the handler sets its response's status and
+        headers.
+        """
         parts = {name: {"content-type": content_type} for name, content_type, _ in self.parts}
         return RequestProcessor(_Headers({**parts, **self.headers}))
 
@@ -130,7 +132,7 @@ class HandlerContext(Context):  # type: ignore[misc]
         super().set_response_header(idx, key, value)
 
     def send_intermediate(self, ret: Any, req_id_map: Mapping[int, str], message: str, code: int) -> None:
-        """Sends a piece of each request's answer. A request whose value cannot be sent fails alone.
+        """Sends a piece of each request's answer. If a value cannot be sent, only its request fails.
 
         ``ret`` holds the values by the request's index, as a list or a dict; with None each piece reports an error.
         Raises ClientsLeft if all clients have disconnected.
@@ -231,7 +233,7 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         return metric
 
     def _add_number(self, name: str, add: Callable[..., object], value: Any, *args: Any, **options: Any) -> None:
-        """Adds a value; one that is not a number is logged, so that no metric fails a request."""
+        """Adds a value. If it is not a number, it is only logged, so that no request fails because of a metric."""
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):

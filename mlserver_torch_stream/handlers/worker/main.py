@@ -101,7 +101,9 @@ class HandlerHost:
         )
 
     def _initialize(self) -> None:
-        """Calls the handler's ``initialize``; a coroutine, as of a module-level ``async def handle``, is run here."""
+        """Calls the handler's ``initialize``. If that returns a coroutine, as a module-level ``async def handle`` does,
+        runs it.
+        """
         try:
             returned = self._found.initialize(self._context)
             if inspect.iscoroutine(returned) and self._loop is not None:
@@ -137,7 +139,7 @@ class HandlerHost:
         self._serve()
 
     def _take(self, wait: bool) -> list[Any]:
-        """Returns the requests that have arrived; with ``wait``, waits for at least one."""
+        """Returns the requests that have arrived; with ``wait``, waits until there is at least one."""
         self._exit_if_forked()
         requests: list[Any] = []
         try:

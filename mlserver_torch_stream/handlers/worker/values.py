@@ -17,7 +17,7 @@ UNSUPPORTED = "Unsupported model output data type."
 
 
 class Unserialisable(Exception):
-    """A value that cannot be sent to a client; the message is the reason."""
+    """Raised for a value that cannot be sent to a client; the message is the reason."""
 
 
 def decode(value: bytes, content_type: str) -> Any:

@@ -1,4 +1,4 @@
-"""The API keys, the endpoints that need no key, and the TLS certificate of this process's ports.
+"""The API keys and the TLS certificate of this process's ports, and the endpoints that need no key.
 
 Only digests of the keys are kept, and no message quotes a key. Every path and method that is not listed as open needs a
 key, even for models of other runtimes. Certificates are read once.
@@ -30,7 +30,7 @@ _SCHEME = "bearer"
 class ApiKeys:
     """The keys of a file, one a line; empty lines and lines that begin with ``#`` are skipped.
 
-    The file is read again when it changes. Raises SettingsError if it cannot be read or has no key.
+    The file is read again when it changes. Raises SettingsError if the file cannot be read or has no key.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,7 +42,9 @@ class ApiKeys:
             raise SettingsError(f"the file of keys {path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
     def accept(self, authorizations: Sequence[str]) -> bool:
-        """Whether ``authorizations``, the request's headers of this name, are one ``Bearer`` with a valid key."""
+        """Whether the request is authorized. ``authorizations`` are its ``Authorization`` headers, which must be
+        exactly one ``Bearer`` with a valid key.
+        """
         self._follow_the_file()
         if len(authorizations) != 1:
             return False
@@ -52,7 +54,9 @@ class ApiKeys:
         return scheme.lower() == _SCHEME and any(matches)
 
     def _follow_the_file(self) -> None:
-        """Reads the file again if it has changed. If that fails, the last keys stay valid, and one line is logged."""
+        """Reads the file again if it has changed. If it cannot be read, the previous keys stay valid, and one line is
+        logged.
+        """
         try:
             version: object = self._file_version()
         except OSError as error:
@@ -68,7 +72,9 @@ class ApiKeys:
             logger.error(f"Cannot read the keys in {self._path} again, so the earlier ones stay valid: {reason}")
 
     def _file_version(self) -> tuple[int, int, int, int]:
-        """Returns a value that changes when the file is written or replaced, even by a file of the same age."""
+        """Returns a value that changes when the file is written or replaced, even by a file with the same modification
+        time.
+        """
         found = self._path.stat()
         return found.st_ctime_ns, found.st_mtime_ns, found.st_ino, found.st_size
 
@@ -105,14 +111,14 @@ _GRPC_REPOSITORY = frozenset(
 
 @dataclass(frozen=True)
 class OpenEndpoints:
-    """The endpoints that need no key: health always, others if the settings say so."""
+    """The endpoints that need no key: always those of health, and others if the settings say so."""
 
     metrics: bool
     repository: bool
     page: Set[str] = frozenset()  # the paths of the page's files
 
     def rest(self, method: str, path: str, metrics_endpoint: str | None) -> bool:
-        """Whether a REST path needs no key. ``path`` is decoded and lacks the server's root path."""
+        """Whether a REST path needs no key. ``path`` is decoded, without the server's root path."""
         if method in _READING and (path in self.page or _REST_HEALTH.fullmatch(path)):
             return True
         if method in _READING and self.metrics and path == metrics_endpoint:
@@ -183,7 +189,7 @@ REPOSITORY = "mlserver_torch_stream.GuardedModelRepository"
 class AccessControl:
     """The keys, the open endpoints and the certificate of this process.
 
-    It is empty until MLServer creates its model repository, which happens before MLServer creates a port.
+    The object is empty until MLServer creates its model repository, which happens before MLServer opens its ports.
     """
 
     def __init__(self) -> None:
@@ -204,7 +210,7 @@ class AccessControl:
             raise SettingsError(f"{PREFIX}API_KEYS_FILE: {error}") from None
 
     def without_keys(self) -> AccessControl:
-        """Returns access with the certificate only, for a port that checks its own token."""
+        """Returns a copy with the certificate but without keys, for a port that checks a separate token."""
         unkeyed = AccessControl()
         unkeyed.tls = self.tls
         return unkeyed

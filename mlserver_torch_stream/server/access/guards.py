@@ -1,6 +1,6 @@
 """Refuses HTTP requests and gRPC calls without a valid key, and gives gRPC ports their certificate.
 
-A gRPC call is refused before its first message is read. On a stream each message counts as a request.
+A gRPC call is refused before its first message is read. On a stream each message is checked like a separate request.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def _path(scope: Scope) -> str:
 
 
 def _anthropic(headers: Headers) -> list[str]:
-    """Returns the keys of Anthropic's header in the form of ``Authorization``."""
+    """Returns the keys in Anthropic's header ``x-api-key``, written as values of ``Authorization``."""
     return [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 
 
 async def _refuse(path: str, send: Send) -> None:
-    """Sends 401 with the error object of the path's protocol."""
+    """Sends 401 with an error object in the format of the path's protocol."""
     error = Unauthorized()
     headers = [(b"www-authenticate", b"Bearer")]
     if _TORCHSERVE.fullmatch(path):
@@ -97,7 +97,7 @@ async def _abort(messages: AsyncIterator[bytes], context: grpc.aio.ServicerConte
 def _check_each_message(handler: grpc.RpcMethodHandler, accepts: Callable[[], bool]) -> grpc.RpcMethodHandler:
     """Wraps a stream's handler, so that it reads no more messages once the key is no longer valid.
 
-    Requests in flight are still answered; then the call is refused.
+    Requests in flight are still answered; then the call ends with an error.
     """
 
     async def behaviour(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
@@ -147,13 +147,13 @@ class GrpcGuard(aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class GuardedAio:
-    """Stands in for ``grpc.aio`` in MLServer, which creates its gRPC server by ``grpc.aio.server``."""
+    """Replaces ``grpc.aio`` in MLServer, which creates its gRPC server with ``grpc.aio.server``."""
 
     def __init__(self, access: AccessControl) -> None:
         self._access = access
 
     def server(self, *args: Any, interceptors: Any = (), **options: Any) -> aio.Server:
-        """Creates a guarded gRPC server, whose ports have the certificate, if any, and may be on IPv6 hosts."""
+        """Creates a guarded gRPC server. Its ports use the certificate, if there is one, and may be on IPv6 hosts."""
         guards = [] if self._access.keys is None else [GrpcGuard(self._access)]
         server = aio.server(*args, interceptors=[*guards, *interceptors], **options)
         listen = server.add_insecure_port
@@ -164,6 +164,6 @@ class GuardedAio:
 
 
 def _with_brackets(address: str) -> str:
-    """Puts the brackets around an IPv6 host that gRPC needs and MLServer omits."""
+    """Puts an IPv6 host into brackets, which gRPC needs and MLServer omits."""
     host, _, port = address.rpartition(":")
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else address

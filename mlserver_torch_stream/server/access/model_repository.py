@@ -1,4 +1,5 @@
-"""A model repository for MLServer whose construction guards every port with keys and TLS, and patches MLServer.
+"""A model repository for MLServer. Creating it patches MLServer, and makes every port check keys and use TLS if the
+options ask for that.
 
 The class of the repository is a setting of MLServer. MLServer creates the repository before it opens its ports, and
 imports the class of a model only after that.
@@ -39,9 +40,9 @@ else:
 
 
 class GuardedModelRepository(SchemalessModelRepository):
-    """MLServer's repository, with which a server has our routes and ports even before it has a model.
+    """MLServer's repository, extended so that a server has our routes and ports even before it has a model.
 
-    If a setting of keys or TLS is wrong, the process ends with status 1 and one line.
+    If a setting of keys or TLS is wrong, the process prints one line and ends with status 1.
     """
 
     def __init__(self, root: str) -> None:

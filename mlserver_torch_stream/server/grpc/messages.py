@@ -1,6 +1,6 @@
-"""Converts the gRPC messages of our models where MLServer fails to, and ends refused calls with the right status.
+"""Converts gRPC messages for our models that MLServer cannot convert, and ends refused calls with the right status.
 
-A message that is not a valid request is refused as bad input, where MLServer reports an internal error. An id that
+A message that is not a valid request is refused as bad input; MLServer would report an internal error. An id that
 metadata cannot contain is left out of the reply's metadata. MLServer itself logs a traceback for every error, even for
 a client's mistake, and crashes if a stream ends without a message or has a message that cannot be parsed.
 
@@ -81,7 +81,9 @@ class ConvertedMessage:
 async def convert_large(
     servicer: InferenceServicer, request: pb.ModelInferRequest, context: grpc.ServicerContext
 ) -> pb.ModelInferRequest | ConvertedMessage:
-    """Returns the message. A large one for our models is first converted in a thread, so that it delays no stream."""
+    """Returns the message. A large message for our models is first converted in a thread, so that the conversion delays
+    no stream.
+    """
     if not _is_large(request) or not _is_ours(servicer, request.model_name, request.model_version):
         return request
     payload = await asyncio.to_thread(convert_message, servicer, request, context)
@@ -130,7 +132,9 @@ def _is_ours(servicer: InferenceServicer, name: str, version: str | None) -> boo
 
 
 def _is_large(request: pb.ModelInferRequest) -> bool:
-    """Whether to convert the message in a thread; False also for too many tensors, which are refused at once."""
+    """Whether to convert the message in a thread. False if the message has too many tensors, because it is refused at
+    once anyway.
+    """
     if max(len(request.inputs), len(request.raw_input_contents)) > MAX_TENSORS:
         return False
     elements = sum(len(each) for tensor in request.inputs for _, each in tensor.contents.ListFields())
@@ -150,7 +154,7 @@ def _check_counts(request: pb.ModelInferRequest) -> None:
 
 
 def _check_raw(request: pb.ModelInferRequest) -> None:
-    """Raises InvalidInput for raw contents that do not match the inputs, of which MLServer would drop a part."""
+    """Raises InvalidInput if the raw contents do not match the inputs; MLServer would silently drop some of them."""
     for tensor in request.inputs:
         for key in tensor.parameters:
             if key.startswith(_SHARED_MEMORY):  # the tensor is in shared memory and has no contents
@@ -168,7 +172,7 @@ def _check_raw(request: pb.ModelInferRequest) -> None:
 
 
 def _unknown_value(parameter: pb.InferParameter) -> float | int | None:
-    """Returns a double or an unsigned integer of Triton's clients, which protobuf keeps as an unknown field."""
+    """Returns a double or an unsigned integer from a client of Triton, which protobuf keeps as an unknown field."""
     if parameter.WhichOneof("parameter_choice") is not None:
         return None
     for field in UnknownFieldSet(parameter):
@@ -249,7 +253,7 @@ def _stream(original: Stream) -> Stream:
 
 
 async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInferRequest:
-    """Returns the first message. Raises MLServerError if the stream has none, or it cannot be parsed."""
+    """Returns the first message. Raises MLServerError if the stream has no message, or the message cannot be parsed."""
     try:
         return await anext(messages)
     except StopAsyncIteration:
@@ -259,7 +263,7 @@ async def _first(messages: AsyncIterator[pb.ModelInferRequest]) -> pb.ModelInfer
 
 
 def read_message(kind: type[M], raw: bytes) -> M:
-    """Parses a message. Raises MLServerError if the bytes are not one."""
+    """Parses a message. Raises MLServerError if the bytes cannot be parsed."""
     message: M = kind()
     try:
         message.ParseFromString(raw)
@@ -279,7 +283,9 @@ async def _with_first(
     following: AsyncIterator[pb.ModelInferRequest],
     context: grpc.ServicerContext,
 ) -> AsyncIterator[pb.ModelInferRequest | RefusedMessage | ConvertedMessage]:
-    """Yields all messages of a stream. A later one that cannot be parsed, or names another model, is refused alone."""
+    """Yields all messages of a stream. If a later message cannot be parsed or names another model, only that message is
+    refused.
+    """
     yield await convert_large(servicer, first, context)
     registry = registry_of(servicer)
     ours = is_ours(find_model(registry, first.model_name, first.model_version))
@@ -298,7 +304,7 @@ async def _with_first(
 
 
 def refuse(context: grpc.ServicerContext, error: MLServerError) -> None:
-    """Sets an error's code and details on a call, and logs the refusal unless the request has its own line."""
+    """Sets an error's code and details on a call, and logs the refusal if the request does not log one itself."""
     code = grpc_code(error)
     if not isinstance(error, RefusedCall):  # otherwise the request's own line is in the log
         logger.info(f"A gRPC call was refused with {code.name}: {str(error)!r}")  # a name may have line breaks

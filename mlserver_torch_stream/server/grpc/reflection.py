@@ -1,4 +1,4 @@
-"""gRPC server reflection: clients such as grpcurl ask it for the services of a port and for their messages.
+"""Implements gRPC server reflection, by which clients such as grpcurl learn the services and messages of a port.
 
 It implements ``v1`` and ``v1alpha`` of gRPC's ``reflection.proto``, which are the same on the wire.
 """

@@ -1,6 +1,6 @@
 """Serves one gRPC stream: reads its messages, answers them concurrently, and ends when its reader stalls.
 
-The time limit assumes a reader that asks for the next item once the last one has been sent, as gRPC does.
+The time limit assumes that the reader asks for an item as soon as the previous one has been sent, as gRPC does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MessageReply(Protocol[Body_co]):
         """Yields the bodies of the reply."""
 
     def failure(self, error: Exception) -> Sequence[Body_co]:
-        """Returns the last bodies of a reply that failed, while the other replies of the stream go on."""
+        """Returns the bodies that end a failed reply. The other replies of the stream continue."""
 
     def close(self) -> None:
         """Cancels the work for this reply. Does not await; a second call does nothing."""
@@ -43,10 +43,10 @@ class MessageReply(Protocol[Body_co]):
 class ConcurrentReplies(Generic[Message, Body, Response]):
     """Reads messages, answers at most ``most_open`` of them at a time, and yields the converted bodies of all replies.
 
-    One task reads messages, and one task for each message answers it; all tasks are held here until they have ended. A
-    task waits until its last item is the first in the outbox, so it has at most two items there. If the reader lags,
-    the tasks therefore wait, and token streams merge their events. ``close`` is synchronous, because clean-up may run
-    in a task that can no longer await.
+    One task reads the messages, and each message is answered by a separate task; the object keeps references to all
+    tasks until they have ended. After adding an item to the outbox, a task waits until the item is the first one there,
+    so a task has at most two items in the outbox. If the reader is slow, the tasks therefore wait, and token streams
+    merge their events. ``close`` is synchronous, because clean-up may run in a task that can no longer await.
     """
 
     def __init__(
@@ -141,7 +141,9 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
             answer.close()
 
     async def _fail(self, answer: MessageReply[Body], error: Exception) -> None:
-        """Fails the whole stream if its only message fails before its first body; otherwise only this message."""
+        """Ends the whole stream with the error if this is its only message and nothing has been sent. Otherwise only
+        the reply to this message fails.
+        """
         if self._closed:
             return
         if self._received == 1 and not self._replied:
@@ -160,7 +162,7 @@ T = TypeVar("T")
 
 
 class ReadTimeout(Generic[T]):
-    """Yields the items. If the reader takes none for ``seconds``, calls ``stalled`` and raises TimedOut.
+    """Yields the items. If the reader requests no item for ``seconds`` seconds, calls ``stalled`` and raises TimedOut.
 
     With 0 seconds there is no limit.
     """
@@ -196,7 +198,7 @@ class ReadTimeout(Generic[T]):
             self._timer.cancel()
 
     def _check(self) -> None:
-        """Ends the stream if the reader's item was overdue at two checks. Many items share one timer."""
+        """Ends the stream if the reader was overdue with the same item at two checks. Many items share one timer."""
         self._timer = None
         if self._given_at is None:
             return
@@ -212,12 +214,13 @@ class ReadTimeout(Generic[T]):
 
 
 class StreamSession:
-    """Answers one ``ModelStreamInfer`` call. The reply to the first message says whether it reads the other messages
-    itself.
+    """Answers one ``ModelStreamInfer`` call. The reply to the first message says whether that reply also reads the
+    other messages.
 
     MLServer gives all messages of a stream the id of the first, so each further request gets a new id here. The next
-    message is read when fewer than the model's ``most_open`` requests run. If the reader takes no response for
-    ``stalled_after`` seconds, the stream is cut; 0 means no limit. ``request`` is the request of the first message.
+    message is read when the number of running requests is below the model's ``most_open``. If the reader takes no
+    response for ``stalled_after`` seconds, the stream is cut; 0 means no limit. ``request`` is the request of the first
+    message.
     """
 
     def __init__(
@@ -304,9 +307,9 @@ _MAX_OPEN = 256
 class MessageStream(Generic[Body]):
     """Yields the bodies of all answers. Ends when the client has closed its side and every request is answered.
 
-    At a shutdown no further message is read, and NotServing is raised at the end: after a normal end a client would go
-    on sending requests that are never read. The client must take each body within ``stalled_after`` seconds, unless
-    they are 0. ``client`` names the client in the log.
+    At a shutdown no further message is read, and the stream ends with NotServing. If it ended normally, a client would
+    go on sending requests that nobody reads. The client must take each body within ``stalled_after`` seconds; 0 means
+    no limit. ``client`` names the client in the log.
     """
 
     def __init__(

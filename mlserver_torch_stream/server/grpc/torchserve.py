@@ -1,7 +1,7 @@
 """TorchServe's gRPC inference service: its messages, its methods and its errors.
 
-Methods take and return the bytes of messages, so that bytes which cannot be parsed are refused like any other bad
-input. Field names, numbers and types come from TorchServe's ``inference.proto``, and from ``google.rpc.Status`` and
+Methods take and return serialized messages, so that bytes which cannot be parsed are refused like any other bad input.
+Field names, numbers and types come from TorchServe's ``inference.proto``, and from ``google.rpc.Status`` and
 ``ErrorInfo``, which an error of ``StreamPredictions2`` contains. gRPC codes, and the class names in the second lines of
 errors, are TorchServe's.
 """
@@ -112,7 +112,7 @@ _REASONS: tuple[tuple[type[RequestError], str], ...] = (
 
 
 def code_of(error: RequestError) -> grpc.StatusCode:
-    """Returns the gRPC code that TorchServe's services give for an error."""
+    """Returns the gRPC code that TorchServe's services use for an error."""
     if isinstance(error, InvalidInput):
         return grpc.StatusCode.INVALID_ARGUMENT
     other = grpc.StatusCode.FAILED_PRECONDITION if error.status < 500 else grpc.StatusCode.INTERNAL
@@ -144,7 +144,7 @@ _TRUE = b"true"
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One response. With ``error`` the request has failed, and this is its last response."""
+    """One response. If ``error`` is set, the request has failed, and this is its last response."""
 
     value: bytes = b""
     sequence_id: str = ""
@@ -158,9 +158,10 @@ class Prediction:
 
 
 class GrpcPrediction(Request[PieceReply]):
-    """Answers one request, once: with a response for each piece, or with a single response.
+    """Answers one request, either with one response for each piece or with a single response. It can be used only once.
 
-    With ``in_sequence`` the request must name its sequence or start one. The handler gets ``metadata`` as headers.
+    With ``in_sequence`` the request must contain the id of its sequence or start a new sequence. The handler gets
+    ``metadata`` as headers.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class GrpcPrediction(Request[PieceReply]):
         self._sequence: dict[str, str | bool] = {}
 
     async def whole(self) -> Prediction:
-        """Returns one response with the joined pieces. Raises RequestError."""
+        """Returns one response, with all pieces joined. Raises RequestError."""
         self._read()
         async with self.entered(self._host) as model:
             return self._response(await self._open(model).whole())
@@ -221,7 +222,7 @@ class GrpcPrediction(Request[PieceReply]):
     def _read_sequence(self) -> dict[str, str | bool]:
         """Returns V2's parameters of the sequence.
 
-        Its start and end are entries of the input, with TorchServe's names.
+        The start and the end of a sequence are marked by entries of the input, which have TorchServe's names.
         """
         sequence_id = self._request.sequence_id
         if not self._in_sequence:
@@ -251,9 +252,7 @@ _CLIENT = "A client of TorchServe's gRPC service"
 
 
 class InferenceService:
-    """The methods of the service. A client must take each response within ``stalled_after`` seconds, unless they are
-    0.
-    """
+    """The methods of the service. A client must take each response within ``stalled_after`` seconds (0: no limit)."""
 
     def __init__(self, host: ServerHost, lifecycle: Lifecycle, stalled_after: float) -> None:
         self._host = host
@@ -263,8 +262,8 @@ class InferenceService:
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns the gRPC handler of the service.
 
-        StreamPredictions is registered as a method that takes a stream, which is the same on the wire for one request,
-        because the interceptor of MLServer's metrics breaks methods that take one request and return a stream.
+        StreamPredictions is registered as a method that takes a stream, because the interceptor of MLServer's metrics
+        breaks methods that take one request and return a stream. On the wire a stream of one request is the same.
         """
         methods = {
             "Ping": grpc.unary_unary_rpc_method_handler(self._ping),
@@ -292,8 +291,8 @@ class InferenceService:
     async def _stream(
         self, in_sequence: bool, messages: AsyncIterator[bytes], context: grpc.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Answers a stream whose messages are separate requests. An error ends the call. With ``in_sequence`` it is a
-        response.
+        """Answers a stream whose messages are separate requests. An error ends the call; with ``in_sequence`` it is
+        sent as a response instead.
         """
         metadata = _metadata(context)
 

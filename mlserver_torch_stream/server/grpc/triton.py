@@ -1,8 +1,8 @@
 """Triton's gRPC service: its methods, and the replies to the messages of its streams.
 
-MLServer's servicer answers the methods that MLServer has too. Methods take and return the bytes of messages, so that
+Methods that MLServer also has are answered by MLServer's servicer. Methods take and return serialized messages, so that
 bytes which cannot be parsed are refused like any other bad input. On a stream each message is a separate request, and
-an error is a message.
+an error is sent as a message.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _MAX_ID_CHARACTERS = 256  # characters of a request's id that an error repeats
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """One response and, if the request has failed, the error in Triton's field, with ``status``, its REST status."""
+    """One response. If the request has failed, ``error`` is the text for Triton's error field, and ``status`` the REST
+    status.
+    """
 
     response: pb.ModelInferResponse
     error: str = ""
@@ -92,7 +94,9 @@ class TritonReply(Request[Reply]):
                 yield framed
 
     def failure(self, error: Exception) -> Sequence[Framed]:
-        """Returns a final response for each sequence that lacks one, or one with the error if nothing was sent."""
+        """Returns a final response for each sequence that has not got one. If nothing was sent, returns one response
+        with the error.
+        """
         refusal = self.refuse(error)
         if self._begun and self.reply is not None:
             return [self._framed(body) for body in self.reply.failure(error)]
@@ -124,7 +128,9 @@ class TritonReply(Request[Reply]):
         return Framed(response, self._named(error), GenerationFailed.status) if error else Framed(response)
 
     def _named(self, message: str) -> str:
-        """Puts the request's id before a message, as Triton does; Triton's clients show only this text of an error."""
+        """Puts the request's id before a message, as Triton does, because Triton's clients show only this text of an
+        error.
+        """
         return f"[request id: {self._request.id[:_MAX_ID_CHARACTERS] or '<id_unknown>'}] {message}"
 
 
@@ -164,8 +170,9 @@ Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]
 
 
 class TritonServicer:
-    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds, unless
-    they are 0."""
+    """The methods of the service. A client must take each response within ``stalled_reader_timeout`` seconds; 0 means
+    no limit.
+    """
 
     def __init__(self, host: ServerHost, state: ServerState, stalled_reader_timeout: float) -> None:
         self._host = host
@@ -189,13 +196,13 @@ class TritonServicer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def _model_ready(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """As in Triton, an unknown model is not an error but not ready."""
+        """For an unknown model, returns that the model is not ready instead of an error, as Triton does."""
         request = read_message(pb.ModelReadyRequest, message)
         model = find_model(self._host.registry, request.name, request.version)
         return bytes(pb.ModelReadyResponse(ready=model is not None and model.ready).SerializeToString())
 
     async def _model_infer(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Outputs are always raw contents, because Triton's clients read only these."""
+        """Outputs are always sent as raw contents, because Triton's clients read only those."""
         request = read_message(pb.ModelInferRequest, message)
         payload = convert_message(self._inference, await convert_large(self._inference, request, context), context)
         result = await self._host.data_plane.infer(payload, request.model_name, request.model_version)
@@ -213,7 +220,7 @@ class TritonServicer:
         return _from_json(statistics, ModelStatisticsResponse)
 
     async def _repository_index(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """Answers here, because MLServer's servicer writes a state as Python's ``State.READY``, not ``READY``."""
+        """Does not use MLServer's servicer, which writes a state as Python's ``State.READY`` instead of ``READY``."""
         request = read_message(pb.RepositoryIndexRequest, message)
         index = await self._host.repository_handlers.index(RepositoryIndexRequest(ready=request.ready))
         response = pb.RepositoryIndexResponse()
@@ -226,7 +233,8 @@ class TritonServicer:
     ) -> AsyncIterator[bytes]:
         """Answers a stream whose messages are separate requests. At a shutdown the call ends with UNAVAILABLE.
 
-        With the metadata ``triton_grpc_error: true`` the first error ends the call with its status.
+        If the call's metadata contain ``triton_grpc_error: true``, the first error ends the call with the error's
+        status.
         """
         errors_end_it = (_ERRORS_END_IT, "true") in {(key, value) for key, value in context.invocation_metadata()}
 

@@ -1,8 +1,9 @@
 """The messages of Triton's gRPC service that MLServer's service lacks, in a separate descriptor pool.
 
 Triton's and MLServer's messages are in the same protobuf package, ``inference``, so they cannot share the default pool.
-Messages that both have are the same on the wire, so MLServer's are used. Field names, numbers and types come from
-Triton's ``grpc_service.proto`` and ``model_config.proto``, without fields that this server never fills.
+Messages that both services have are the same on the wire, so MLServer's classes are used for them. Field names, numbers
+and types come from Triton's ``grpc_service.proto`` and ``model_config.proto``; fields that this server never fills are
+left out.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ ModelStatisticsResponse = _message_class("ModelStatisticsResponse")
 
 
 def triton_file(mlservers: FileDescriptor) -> FileDescriptorProto:
-    """Returns the whole service for clients: ``mlservers``, MLServer's descriptor, with Triton's further messages."""
+    """Returns the descriptor of the whole service: ``mlservers``, which is MLServer's descriptor, with Triton's
+    additional messages.
+    """
     file = FileDescriptorProto()
     mlservers.CopyToProto(file)
     ours = message_file(file.package, _FIELDS, _ENUMS, file.syntax)

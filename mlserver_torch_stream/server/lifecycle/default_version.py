@@ -1,6 +1,6 @@
-"""Makes the version whose settings have ``defaultVersion`` the default version of a model, as in TorchServe.
+"""Makes the version with ``defaultVersion`` in its settings the default version of a model, as in TorchServe.
 
-If no version has it, MLServer's registry chooses the newest version.
+If no version has this key, MLServer's registry chooses the newest version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _finding(find: Callable[..., MLModel | None]) -> Callable[..., MLModel | Non
 
 
 def mark(registry: SingleModelRegistry, default: MLModel) -> None:
-    """Makes this version the default, and keeps it when other versions are loaded later."""
+    """Makes this version the default, also after other versions are loaded later."""
     for model in versioned(registry):
         parameters = model.settings.parameters
         if parameters is not None:  # without parameters the model has no version

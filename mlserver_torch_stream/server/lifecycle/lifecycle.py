@@ -1,4 +1,4 @@
-"""The lifecycle of this process: its models, their requests in flight, and how models are loaded and drained."""
+"""Manages the lifecycle of this process: its models and their requests in flight, and how models load and drain."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class InflightRequests:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Counts one request for as long as the block runs."""
+        """Counts one request as in flight while the ``with`` block runs."""
         self._count += 1
         try:
             yield
@@ -81,7 +81,7 @@ class InflightRequests:
 
 
 async def until(ended: OneTimeEvent, items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """Yields the items until ``ended`` is set, even if it is set while an item is awaited."""
+    """Yields the items until ``ended`` is set. Stops at once, even while it is waiting for an item."""
     end = asyncio.create_task(ended.wait())
     following: asyncio.Future[T] | None = None
     try:
@@ -119,13 +119,13 @@ class Drainable(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """The reason why it is not ready; None if it is ready."""
+        """The reason why the engine is not ready; None if it is ready."""
 
     def drain(self, why: str) -> None:
-        """Refuses new requests with the reason ``why``; running requests continue."""
+        """Refuses new requests, and gives ``why`` as the reason; running requests continue."""
 
     def abort_all(self, why: str) -> None:
-        """Ends the running requests at once, with the reason ``why``."""
+        """Ends the running requests at once, and gives ``why`` as the reason."""
 
     def shutdown(self) -> None:
         """Stops the engine. It blocks, so it is called in a thread."""
@@ -158,7 +158,7 @@ class Lifecycle:
         self.failure: str | None = None
 
     def members(self, engine: Drainable | None = None) -> Collection[Member]:
-        """Returns all members, or the members of one engine: the current one, and earlier ones with requests in
+        """Returns all members, or only those of one engine. Members include earlier ones that still have requests in
         flight.
         """
         self._members = [member for member in self._members if not (member.retired and member.inflight.empty)]
@@ -188,7 +188,7 @@ class Lifecycle:
         self._shutdown_begun.set()
 
     def skip_grace(self) -> None:
-        """Ends the waits of a shutdown, for routers and for running streams."""
+        """Ends the waiting times of a shutdown, both the one for routers and the one for running streams."""
         self._grace_skipped.set()
 
     async def unless_shutdown(self, work: Awaitable[Any]) -> None:
@@ -200,14 +200,17 @@ class Lifecycle:
             task.cancel()
 
     async def delay(self, seconds: float) -> None:
-        """Waits while requests are still accepted, so that routers notice that the server is not ready."""
+        """Waits ``seconds`` seconds, in which requests are still accepted, so that routers can notice that the server
+        is not ready.
+        """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._grace_skipped.wait(), seconds)
 
     async def drain(self, members: Collection[Member], grace: float, why: str) -> None:
-        """Lets the members' requests finish for ``grace`` seconds, then aborts the rest, each with its final response.
+        """Gives the members' requests ``grace`` seconds to finish, then aborts those that remain. Each still gets its
+        final response.
 
-        Clients whose requests are aborted, or arrive later, get ``why`` as the reason.
+        Clients whose requests are aborted or arrive later are told ``why``.
         """
         for member in members:
             if member.engine is not None:
@@ -226,7 +229,7 @@ class Lifecycle:
             all_ended.cancel()
 
     async def stop_engines(self, members: Collection[Member]) -> None:
-        """Stops the engines' threads; one that computes while the interpreter exits may crash the process."""
+        """Stops the engines' threads: a thread that computes while the interpreter exits may crash the process."""
         stops = [in_thread(member.engine.shutdown) for member in members if member.engine is not None]
         if stops:
             await asyncio.wait(stops, timeout=_ENGINE_STOP_TIMEOUT)
@@ -273,7 +276,9 @@ class BuiltModel(Protocol):
     def engine(self) -> Drainable: ...
 
     def give_back(self) -> bool:
-        """Ends this slot's use of the engine. Returns True if no other slot uses it, so that it must be shut down."""
+        """Ends this slot's use of the engine. Returns True if no other slot uses the engine, which must then be shut
+        down.
+        """
 
     def shutdown(self) -> None:
         """Stops the engine. It blocks."""
@@ -312,8 +317,8 @@ class ModelSlot(Member, Generic[B]):
         """Builds the engine; returns None if an unload cancels the load.
 
         Raises the errors of ``build``, or NotServing if a shutdown begins before ``build`` returns. NotServing is
-        raised only after the listeners are closed: MLServer forgets a model whose load fails, and would answer 404, not
-        503.
+        raised only after the listeners are closed, because MLServer forgets a model whose load fails, and would then
+        answer 404 instead of 503.
         """
         loop = asyncio.get_running_loop()
         self._lifecycle.join(self)
@@ -336,7 +341,7 @@ class ModelSlot(Member, Generic[B]):
             self.settled.set()
 
     async def unload(self) -> B | None:
-        """Gives the engine back: at once if another slot uses it, else after the last request has ended.
+        """Ends the use of the engine. If no other slot uses it, waits for the last request and shuts it down.
 
         Returns the engine if it was shut down.
         """

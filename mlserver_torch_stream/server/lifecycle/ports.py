@@ -1,7 +1,7 @@
 """Checks the server's ports before any model is loaded, and logs one line for a port that cannot be used.
 
-Without this check a busy port would end the process with tracebacks, and a busy gRPC port only after all models are
-loaded.
+Without this check, a busy port would end the process with tracebacks; for a gRPC port, this would happen only after all
+models are loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def end_process() -> NoReturn:
 
 
 def port_problem(settings: Settings, options: ServerOptions) -> str | None:
-    """Returns why MLServer cannot listen on all its ports; None if it can. Only its gRPC listener runs at this time."""
+    """Returns why MLServer cannot listen on all its ports; None if it can. At this time only its gRPC port is open."""
     host = settings.host
     template = "cannot listen on port {} ({}) at {}: {}"
     ports = {"http_port": settings.http_port}

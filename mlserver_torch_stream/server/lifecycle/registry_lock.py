@@ -1,6 +1,6 @@
-"""Lets one load or unload of our models run at a time for each name; an unload cancels a running load.
+"""For each model name, allows only one load or unload of our models at a time. An unload cancels a running load.
 
-MLServer's registry does not order them. There, a load that begins while an unload waits for streams is forgotten when
+MLServer's registry allows them concurrently: a model that is loaded while an unload waits for streams is forgotten when
 the unload ends, and the first of two concurrent loads may unregister the second.
 """
 
@@ -21,7 +21,7 @@ _OURS = "mlserver_torch_stream."
 
 
 class RegistryLock:
-    """The names that are being loaded or unloaded, each with an event that is set at the end."""
+    """The names of the models that are being loaded or unloaded. Each has an event that is set when this has ended."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -29,7 +29,7 @@ class RegistryLock:
 
     @asynccontextmanager
     async def hold(self, name: str) -> AsyncIterator[None]:
-        """Holds the name for the block; waits until no other load or unload of it runs."""
+        """Waits until no other load or unload of this name is running, and holds the name during the ``with`` block."""
         while (change := self._changing.get(name)) is not None:
             await change.wait()
         change = self._changing[name] = OneTimeEvent()

@@ -1,7 +1,8 @@
 """Shuts down an MLServer with models of this package.
 
-First the server is not ready, then it refuses new requests, then it aborts the remaining ones, and at last MLServer's
-own stop runs. A server without a model or a port of ours ends as stock MLServer does.
+First the server reports that it is not ready, then it refuses new requests, then it aborts the remaining ones, and
+finally MLServer's own stop runs. A server that has neither a model nor a port of this package ends like an unmodified
+MLServer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _without_our_traceback(record: logging.LogRecord) -> bool:
 
 
 def take_signals() -> None:
-    """Keeps SIGINT and SIGTERM from uvicorn, which would close the REST listener at once, and treats SIGHUP as SIGTERM.
+    """Prevents uvicorn from handling SIGINT and SIGTERM, at which it would close the REST listener at once. Treats
+    SIGHUP as SIGTERM.
 
     Only Python's handlers are replaced. MLServer gets signals through the event loop's wake-up descriptor.
     """
@@ -129,10 +131,10 @@ async def _drain(server: MLServer, lifecycle: Lifecycle, why: str) -> None:
 
 
 def _wrap_listeners(lifecycle: Lifecycle, rest: Any, listeners: Sequence[Any]) -> None:
-    """Lets interrupted loads fail once the REST listener is closed, so that no client gets 404 for their models.
+    """Makes interrupted loads fail only when the REST listener is closed, so that no client gets 404 for their models.
 
-    MLServer's main task waits for the listeners, and raises the exception of any of them. After a failure the last
-    listener to close raises, so that the process ends with an error but no listener is cut off.
+    MLServer's main task waits for the listeners, and raises the exception of any of them. After a failure only the
+    listener that closes last raises, so that the process ends with an error but no other listener is cut off.
     """
     open_listeners = list(listeners)
 
@@ -156,6 +158,6 @@ def _wrap_listeners(lifecycle: Lifecycle, rest: Any, listeners: Sequence[Any]) -
 
 
 def _cut_off(listener: Any) -> None:
-    """Drops the connections of clients that read nothing, or whose request is incomplete."""
+    """Drops the remaining connections, whose clients do not read or have sent an incomplete request."""
     for connection in list(listener.server_state.connections):
         connection.transport.abort()

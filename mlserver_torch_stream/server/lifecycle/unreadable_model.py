@@ -1,4 +1,4 @@
-"""A model whose settings or archive cannot be read. Its load fails with the reason, which names file, line and key."""
+"""A model whose settings or archive cannot be read. Its load fails, and the error names the file, line and key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UnreadableModel(MLModel):  # type: ignore[misc]
 
 
 class UnknownRuntime(UnreadableModel):
-    """A model for which MLServer's own repository has read the name of a runtime that this package does not have."""
+    """A model whose settings, read by MLServer's own repository, name a runtime that this package does not have."""
 
     def __init__(self, settings: ModelSettings) -> None:
         patches.install(server_state())
@@ -71,13 +71,13 @@ def readable_or_not(path: Path) -> ModelSettings:
 
 
 def unreadable_settings(name: str, why: str) -> dict[str, Any]:
-    """Returns the content of a model-settings.json whose model fails to load, with the reason ``why``."""
+    """Returns the content of a model-settings.json for a model whose load fails with the reason ``why``."""
     runtime = f"{UnreadableModel.__module__}.{UnreadableModel.__name__}"
     return {"name": name, "implementation": runtime, "parameters": {"extra": {"why": why}}}
 
 
 def complaint(error: ValidationError, path: Path) -> str:
-    """Returns the first error of a file: its line, its key, the message and the wrong value."""
+    """Describes the first error in a file: the line, the key, the message and the wrong value."""
     first = error.errors()[0]
     keys = [str(part) for part in first["loc"]]
     if first["type"] == "missing":
@@ -86,7 +86,9 @@ def complaint(error: ValidationError, path: Path) -> str:
 
 
 def _refuse_unknown_runtime(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raises SettingsError if the settings name a runtime that this package does not have, or misspell the package."""
+    """Raises SettingsError if the settings name a runtime that this package does not have, or misspell the package's
+    name.
+    """
     given = str(settings.get("implementation", ""))
     package, root = given.rpartition(".")[0], given.partition(".")[0]
     known = [f"{_PACKAGE}.{name}" for name in mlserver_torch_stream.__all__ if name.endswith("Runtime")]

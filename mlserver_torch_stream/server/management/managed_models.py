@@ -1,6 +1,6 @@
 """Finds, describes, registers, scales and unregisters models for TorchServe's management API.
 
-The registry's lock orders loads and unloads of one name.
+The registry's lock prevents concurrent loads and unloads of the same name.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class ManagedModels:
         return [model for model in all_models(self._registry) if model.name == name]
 
     def describe(self, model: MLModel) -> dict[str, Any]:
-        """Returns a model as TorchServe describes it; a model that is loading, or runs no handler, has no workers."""
+        """Returns TorchServe's description of a model. It lists no workers for a model that is loading or has no
+        handler.
+        """
         try:
             workers = model.describe_workers() if is_ours(model) else {"workers": []}
         except NotServing:
@@ -143,10 +145,11 @@ class ManagedModels:
     async def scale(
         self, name: str, version: str | None, min_workers: int, max_workers: int, grace: float | None
     ) -> None:
-        """Sets the minimum and the maximum number of workers. Workers that end get ``grace`` seconds; None means no
-        limit.
+        """Sets the minimum and the maximum number of workers. Workers that must end have ``grace`` seconds to finish
+        their requests; None means no limit.
 
-        Returns when the workers have started and ended. Raises ManagementRefusal if a worker cannot be started.
+        Returns when all workers that should start or end have done so. Raises ManagementRefusal if a worker cannot be
+        started.
         """
         model = self._find_scalable(name, version)
         try:
@@ -179,7 +182,9 @@ class ManagedModels:
         default_version.mark(registry, model)
 
     async def unregister(self, name: str, version: str | None) -> None:
-        """Unregisters a model. Returns when its requests in flight have ended, or when the server's grace is over."""
+        """Unregisters a model. Returns when the model's requests in flight have ended, at the latest when the server's
+        ``drain_grace`` is over.
+        """
         model = self.find(name, version)
         if model is find_model(self._registry, name, None) and len(self.versions(name)) > 1:
             raise ManagementRefusal(

@@ -102,7 +102,7 @@ Reply = tuple[int, Any]  # a status, and the value that is written as JSON
 
 
 class ManagementApp:
-    """The ASGI application. Requests need ``token``, unless it is None."""
+    """The ASGI application. Requests must contain ``token``, unless it is None."""
 
     def __init__(self, calls: ManagementCalls, token: str | None) -> None:
         self._calls = calls

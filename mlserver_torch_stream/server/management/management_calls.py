@@ -1,4 +1,4 @@
-"""The operations of TorchServe's management API, and its token."""
+"""Implements the operations of TorchServe's management API, and checks its token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ManagementCalls:
     async def describe(
         self, name: str, version: str | None, customized: bool, headers: Mapping[str, str]
     ) -> Descriptions:
-        """Describes a model's versions; with ``customized``, also by the handler's own description.
+        """Describes a model's versions. With ``customized``, adds the handler's own description.
 
         The handler sees ``headers``.
         """
@@ -71,7 +71,7 @@ class ManagementCalls:
         return await self.models.register(given)
 
     async def scale(self, given: Mapping[str, Any], name: str, version: str | None) -> Answer:
-        """Sets the numbers of a model's workers. Returns the status and the message."""
+        """Sets the minimum and maximum number of a model's workers. Returns the status and the message."""
         self._refuse_at_shutdown()
         min_workers = whole_number(given, "min_worker") if "min_worker" in given else 1
         max_workers = whole_number(given, "max_worker") if "max_worker" in given else min_workers
@@ -140,7 +140,7 @@ _BEARER = re.compile(r"Bearer\s+(\S+)")
 
 
 def read_token(options: ServerOptions) -> str | None:
-    """Returns the token that requests need, or None if they need none.
+    """Returns the token that requests must contain; None if no token is needed.
 
     Raises SettingsError if no token is set and tokens are not switched off.
     """

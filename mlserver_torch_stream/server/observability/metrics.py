@@ -1,14 +1,16 @@
-"""Exports the metrics of requests, engines and weights under all their names, and switches the log and tracing on.
+"""Exports the metrics of requests, engines and weights under all their names, and switches the request log and tracing
+on.
 
 Labels are a model's name and version, from its settings, and a ``finish_reason`` or a ``status_code`` from a fixed
-list, so no text of a client becomes a label. Names follow vLLM's if vLLM has the metric.
+list, so no text of a client becomes a label. If vLLM has the same metric, the name follows vLLM's.
 
 The endpoint picker of the Gateway API inference extension needs ``num_requests_waiting`` and the use of the cache, and
 newer versions need ``num_requests_running`` (docs/proposals/003-model-server-protocol in
-kubernetes-sigs/gateway-api-inference-extension). That page says ``gpu_cache_usage_perc``, which vLLM renamed to
-``kv_cache_usage_perc`` in 0.9, so both are exported; ``lora_requests_info`` is for servers of LoRA adapters only. The
-other names are listed at docs.vllm.ai/en/stable/usage/metrics, where ``time_per_output_token_seconds`` is the old name
-of ``inter_token_latency_seconds``. Their only label is ``model_name``, so the versions of a model are added up.
+kubernetes-sigs/gateway-api-inference-extension). That page calls the use of the cache ``gpu_cache_usage_perc``, which
+vLLM renamed to ``kv_cache_usage_perc`` in 0.9, so both are exported. It requires ``lora_requests_info`` only from
+servers of LoRA adapters. The other names are listed at docs.vllm.ai/en/stable/usage/metrics, where
+``time_per_output_token_seconds`` is the old name of ``inter_token_latency_seconds``. Their only label is
+``model_name``, so the values of a model's versions are added up.
 
 Under TorchServe's names a model without a version has the version ``default``. TorchServe's counters of microseconds
 have no suffix ``_total``; they are exported with the type ``untyped``, because prometheus_client would add the suffix
@@ -177,9 +179,9 @@ _GAUGE_NAMES = tuple(each.name for each in fields(EngineStats) if each.name not 
 
 
 class EngineMetrics:
-    """The counts of each model's engines, added up, because a model has two engines during a reload.
+    """The sums of the counts of each model's engines; during a reload a model has two engines.
 
-    The counters of an engine's ``stats()`` begin at 0 with every engine; a reload does not reset them here.
+    The counters of an engine's ``stats()`` begin at 0, but the sums are not reset by a reload.
     """
 
     def __init__(self) -> None:
@@ -214,7 +216,7 @@ class EngineMetrics:
             return {labels: _sum_of_gauges([stats() for stats in engines]) for labels, engines in self._engines.items()}
 
     def attentions(self) -> dict[Labels, str]:
-        """Returns the name of each loaded model's attention, that of its newest engine."""
+        """Returns the name of each loaded model's attention implementation, taken from its newest engine."""
         with self._lock:
             return dict(self._attentions)
 
@@ -298,7 +300,7 @@ class TokenMetrics(Collector):
         self._requests = requests
 
     def describe(self) -> Iterator[Metric]:
-        """Yields our names, so that the registry refuses another collector with the same names."""
+        """Yields the names of our metrics, so that the registry refuses another collector with the same names."""
         return self._own({}, {}, {}, [])
 
     def collect(self) -> Iterator[Metric]:
@@ -400,7 +402,9 @@ def install(
 
 
 def _registry(settings: Settings, collectors: Iterable[Collector]) -> CollectorRegistry:
-    """Returns a registry of MLServer's metrics and ours; with workers, MLServer exports only the metrics in files."""
+    """Returns a registry of MLServer's metrics and ours. If MLServer has workers, it exports only metrics that are
+    stored in files.
+    """
     if not settings.parallel_workers:
         return REGISTRY
     registry = CollectorRegistry()
@@ -411,10 +415,10 @@ def _registry(settings: Settings, collectors: Iterable[Collector]) -> CollectorR
 
 
 def _scraper(registry: Callable[[], CollectorRegistry]) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint answers one scrape after the other, in the order of their arrival.
+    """Returns an endpoint that answers scrapes one at a time, in the order of their arrival.
 
-    A scraper that does not wait for its last answer, such as aiperf, would otherwise see counters that fall: of two
-    threads that read the counters, the one that reads first may answer last.
+    Otherwise a scraper that sends a request before its previous one is answered, such as aiperf, could see counters
+    decrease: of two threads that read the counters, the one that reads first may answer last.
     """
     turn = asyncio.Lock()
 

@@ -1,4 +1,4 @@
-"""Observes every request: counts it by model and version, and reports it once, at its end, to the log and the trace.
+"""Observes every request: counts it by model and version and, when it ends, reports it once to the log and the trace.
 
 Everything here runs on the event loop's thread. A reload of a model does not reset a counter. A scrape in another
 thread may see one request in some counts and not yet in others. prometheus_client's histogram takes a lock and visits
@@ -55,7 +55,9 @@ class EndpointKind(str, Enum):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts of one request. Times are in seconds since its start; None if it ended before that event."""
+    """The data about one request. Times are in seconds since its start. A time is None if the request ended before that
+    event.
+    """
 
     request_id: str
     model: str
@@ -195,7 +197,7 @@ _QUIET_S = 10.0
 
 
 class ClientLoad:
-    """The load that clients make, to which batches give way.
+    """The load that clients cause. Batches give way to it.
 
     ``waiting_prompts`` is the number of complete prompts, of all models, that wait or are prefilled. ``active`` is true
     if a request is in flight, or if the last one ended less than ``quiet_s`` seconds ago, so that another one is
@@ -211,11 +213,11 @@ class ClientLoad:
         self._listeners: list[Callable[[], None]] = []
 
     def sequences(self, model: str) -> int:
-        """Returns the number of sequences that clients' requests to this model have in flight."""
+        """Returns the number of sequences in flight in clients' requests to this model."""
         return self._sequences[model]
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Has ``listener`` called whenever the load decreases."""
+        """Calls ``listener`` whenever the load decreases."""
         self._listeners.append(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
@@ -253,7 +255,7 @@ class ClientLoad:
 
 
 class RequestLog(Protocol):
-    """Gets the record of each request that has ended. If ``prompts`` is true, the record keeps the answers' texts."""
+    """Receives the record of each request that has ended. If ``prompts`` is true, records contain the answers."""
 
     prompts: bool
 
@@ -272,7 +274,7 @@ class RequestSpan(Protocol):
 
 @dataclass
 class RequestSinks:
-    """The log, and the function that starts a span, to which requests are reported; None: switched off."""
+    """The log of requests, and the function that starts a span for a request. Each is None if it is switched off."""
 
     log: RequestLog | None = None
     start_span: Callable[[RequestRecord], RequestSpan] | None = None
@@ -291,7 +293,7 @@ _GRAVEST = (
 
 @dataclass(frozen=True)
 class RequestReports:
-    """The places to which requests are reported: metrics, log, trace, and the load that clients make."""
+    """Everything to which requests are reported: metrics, log, trace, and the load that clients cause."""
 
     metrics: RequestMetrics
     sinks: RequestSinks
@@ -299,7 +301,7 @@ class RequestReports:
 
 
 class ModelRequestObservers(RequestObservers):
-    """Makes the observers of the requests to one model through one kind of endpoint."""
+    """Makes the observers for requests to one model through one kind of endpoint."""
 
     def __init__(self, reports: RequestReports, model: str, version: str | None, endpoint: EndpointKind) -> None:
         self._reports = reports
@@ -367,8 +369,9 @@ class TimedRequest(ABC):
 
 
 class ServerRequestObserver(TimedRequest, RequestObserver):
-    """Observes one request that generates tokens. If it is ``streaming``, an error after its first event leaves the
-    status at 200."""
+    """Observes one request that generates tokens. If the reply is ``streaming``, the status stays 200 for an error
+    after the first event.
+    """
 
     def __init__(self, record: RequestRecord, reports: RequestReports, *, streaming: bool) -> None:
         super().__init__(record, reports)
@@ -471,7 +474,7 @@ def status_of(error: BaseException) -> int:
 
 @contextmanager
 def ignored_parameters(options: ServerOptions, model: str, request_id: str) -> Iterator[list[str]]:
-    """Collects the unknown parameters that are ignored while the block decodes a request, and logs them at its end."""
+    """Collects the unknown parameters that are ignored while the block decodes a request, and then logs them."""
     with unknown_parameters(ignored=options.unknown_parameters == "ignore") as names:
         yield names
     if names:

@@ -1,7 +1,7 @@
-"""Where requests are reported: one line of the log and one OpenTelemetry span for each.
+"""Reports each request as one line of the log and one OpenTelemetry span.
 
 In the log a client's text is quoted as JSON, so that it cannot forge a line or control a terminal. Prompts, answers and
-error messages, which may quote them, are left out unless the operator asks for them.
+error messages are left out unless the operator asks for them; error messages may quote the other two.
 
 The attributes of a span follow the GenAI semantic conventions (repository open-telemetry/semantic-conventions-genai, in
 development). The conventions have no attribute for the time in the queue, so vLLM's name is used,
@@ -38,7 +38,7 @@ _MAX_CHARS = 128  # characters of a text that a client chooses
 
 
 def join_mlservers_log() -> None:
-    """Gives our loggers MLServer's level and handlers, unless the operator configures them. Idempotent.
+    """Gives our loggers MLServer's level and handlers, unless the operator configures our loggers. Idempotent.
 
     Without that only warnings would be shown, because our loggers are not below the logger ``mlserver``.
     """
@@ -108,7 +108,7 @@ def _prompt(prompt: Prompt) -> Any:
 
 
 def _quoted(text: str) -> str:
-    """Returns the text if it is unambiguous in a line; otherwise a JSON string of ASCII characters."""
+    """Returns the text unchanged if it cannot be misread in a log line; else as a JSON string in ASCII."""
     if len(text) > _MAX_CHARS:
         text = f"{text[:_MAX_CHARS]}..."
     return text if _PLAIN.fullmatch(text) else _json(text)
@@ -130,7 +130,7 @@ def span_starter(settings: Settings) -> Callable[[RequestRecord], GenAiSpan] | N
 
 
 class GenAiSpan:
-    """The span of one request. Its parent is the span of the calling task's context."""
+    """The span of one request. The span's parent is the current span of the calling task."""
 
     def __init__(self, tracer: Tracer, record: RequestRecord) -> None:
         request = record.request

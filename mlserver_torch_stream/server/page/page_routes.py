@@ -1,4 +1,5 @@
-"""Serves the page at ``/`` and its files. They need no API key; the requests that the page sends do.
+"""Serves the page at ``/`` and its files. They can be read without an API key, but the requests that the page sends
+need a key.
 
 On ``/`` only GET and HEAD are answered here; other methods are left to other routes.
 """

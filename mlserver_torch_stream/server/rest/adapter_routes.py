@@ -1,7 +1,7 @@
-"""vLLM's paths that load and unload LoRA adapters while the server runs; a setting switches them on.
+"""Implements vLLM's paths that load and unload LoRA adapters while the server runs. A setting switches them on.
 
-Like every path they need a key if the server has keys. A folder must be below ``lora_root``, and a hub id is accepted
-only if the hub is not switched off, so that a client cannot choose files of the server.
+Like every path they need a key if the server has keys. A folder must be below ``lora_root``, so that a client cannot
+choose arbitrary files of the server. A hub id is accepted unless the hub is switched off.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _AdapterRoutes:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _owner(self, body: JsonObject) -> TokenModel:
-        """Returns the model for the adapter: the one that the body names, or the only one that takes adapters."""
+        """Returns the model for the adapter: the one that the body names, or the only one that accepts adapters."""
         models = [model for model in default_models(self._registry) if isinstance(model, TokenModel)]
         takers = [model for model in models if model.adapters is not None]
         if "model" in body:
@@ -102,7 +102,8 @@ class _AdapterRoutes:
 
 
 def place_of(root: str, path: str) -> str:
-    """Returns the folder or hub id that a client may name: a folder below ``root``, if there is one, or a hub id.
+    """Returns the folder or hub id for a client's ``path``, which may be a folder below ``root``, if ``root`` is set,
+    or a hub id.
 
     Raises InvalidInput.
     """

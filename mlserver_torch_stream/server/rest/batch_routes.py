@@ -1,7 +1,7 @@
 """The routes of OpenAI's files and batches; an uploaded file is stored as it arrives.
 
-Every error has OpenAI's error object. A file that is too large is refused as soon as that is known, and its rest is not
-read.
+Every error has OpenAI's error object. A file that is too large is refused as soon as this is known, and the remaining
+bytes are not read.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _CONTENT_TYPE = "application/octet-stream"
 
 
 class UploadStalled(RequestError):
-    """The client has sent nothing of its file for too long.
+    """The client has not sent any bytes of its file for too long.
 
-    Without this limit a few dead connections would occupy all uploads forever.
+    Without this limit, a few dead connections would occupy all upload slots forever.
     """
 
     status = 408
@@ -67,7 +67,7 @@ class FileTooLarge(RequestError):
 
 
 async def receive_file(request: Request, files: FileStore, max_bytes: int, timeout: float) -> JsonObject:
-    """Stores an uploaded file, and returns its object.
+    """Stores an uploaded file, and returns OpenAI's object for it.
 
     ``timeout`` bounds the seconds between two pieces of the file; 0 means no limit. Raises RequestError or ClientLeft.
     """
@@ -120,7 +120,9 @@ async def _events(
 
 
 def _refuse_declared(request: Request, max_bytes: int, too_large: FileTooLarge) -> None:
-    """Raises an error by the request's headers, so that a client that waits for ``100 Continue`` sends no body."""
+    """Raises an error if the headers show that the body cannot be accepted, before a client that waits for ``100
+    Continue`` sends the body.
+    """
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented for files")
@@ -169,9 +171,9 @@ def add_batch_routes(host: ServerHost, batches: Batches, options: ServerOptions)
 
 
 def _answered(handlers: Mapping[str, Handler]) -> Handler:
-    """Returns a handler that chooses by method, and turns errors into answers.
+    """Returns a handler that calls the one for the request's method, and turns errors into responses.
 
-    If a request's body was not read to its end, the connection is closed.
+    After an error the connection of a POST is closed, because its body may not have been read to the end.
     """
 
     async def answer(request: Request) -> Response:
@@ -259,7 +261,7 @@ def _json(body: JsonObject) -> Response:
 
 
 class _Download(Response):
-    """Sends a file in pieces; the first piece was read before the status was chosen.
+    """Sends a file in pieces. The first piece is read beforehand, so that an error can still set the status.
 
     A client that reads nothing for ``stalled_after`` seconds is disconnected.
     """

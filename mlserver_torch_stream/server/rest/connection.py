@@ -1,4 +1,4 @@
-"""HTTP/1 on the REST port: heads and bodies of requests, whole answers, and clients that disconnect.
+"""Handles HTTP/1 on the REST port: heads and bodies of requests, whole responses, and clients that disconnect.
 
 ASGI hides the connection. So the outermost layer of MLServer's app, which still gets uvicorn's own objects, puts the
 connection into the scope.
@@ -69,8 +69,8 @@ def reset(transport: Any) -> None:
 
 
 async def break_off(scope: Scope, receive: Receive, most_s: float) -> None:
-    """Closes the connection in the middle of a response, once its client has read all bytes or ``most_s`` seconds
-    passed.
+    """Closes the connection in the middle of a response, once the client has read all bytes or after ``most_s``
+    seconds.
 
     The missing end of the chunked body tells the client that the response is incomplete.
     """
@@ -93,9 +93,9 @@ def _set_option(transport: Any, level: int, option: int, value: int | bytes) -> 
 
 @asynccontextmanager
 async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls ``left`` once if the client disconnects during the block. The request's body must have been read.
+    """Calls ``left`` once if the client disconnects during the ``with`` block. The request's body must have been read.
 
-    Watching takes a task, which starts only after ``_UNWATCHED_S`` seconds, so that short replies do not need one.
+    A task watches the connection. It starts only after ``_UNWATCHED_S`` seconds, so that short replies do not need it.
     """
     watcher: asyncio.Task[None] | None = None
 
@@ -125,7 +125,7 @@ _GRACE_S = 1.0  # first, endpoints with the same limit, such as uploads and stre
 
 
 def install(host: ServerHost, options: ServerOptions) -> None:
-    """Has uvicorn read new connections to the REST port with ``Http1``, unless uvicorn uses h11."""
+    """Makes uvicorn read new connections to the REST port with ``Http1``, unless uvicorn uses h11."""
     host.put_outside(NotesTransport)
     host.read_http_by(partial(Http1, options=options))
 
@@ -134,9 +134,9 @@ class Http1(HttpProtocol):
     """uvicorn's protocol with time limits. An upgrade to another protocol, such as h2c, is declined, and the request is
     answered over HTTP/1.
 
-    A client must send the head of a request within ``piece_timeout`` seconds, and then some of its body in each such
-    time. It must read some of its answers in each ``stalled_reader_timeout``, unless that is 0. Otherwise its
-    connection is closed. When it disconnects, all its pipelined requests end.
+    A client must send the head of a request within ``piece_timeout`` seconds, and may then not pause longer than this
+    within the body. It must read some of a response at least every ``stalled_reader_timeout`` seconds, unless that is
+    0. Otherwise its connection is closed. When a client disconnects, all its pipelined requests end.
     """
 
     def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
@@ -171,7 +171,9 @@ class Http1(HttpProtocol):
             self._reader_timer = None
 
     def kept_alive(self) -> None:
-        """Gives a client that does not read a time limit, because the close waits until it has read everything."""
+        """Sets a time limit for a client that does not read, because the close waits until the client has read
+        everything.
+        """
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
@@ -191,7 +193,7 @@ class Http1(HttpProtocol):
         super().on_body(body)
 
     def takes_head(self) -> bool:
-        """Returns whether the head of a request is accepted. Raises ValueError if it names two hosts."""
+        """Returns whether the head of a request is accepted. Raises ValueError if the head names two hosts."""
         self._beside_body = 0
         self._waiting_since = self.loop.time()
         if self.declines():
@@ -287,7 +289,7 @@ _CODINGS = ("identity", "gzip", "x-gzip")
 
 
 class BodyTooLarge(RequestError):
-    """The body, or what it unpacks to, is larger than the settings allow."""
+    """The body is larger than the settings allow, before or after decompression."""
 
     status = 413
 
@@ -348,7 +350,9 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
-    """Raises an error by the ``Content-Length``, before a client that waits for ``100 Continue`` sends the body."""
+    """Raises an error if ``Content-Length`` is too large, before a client that waits for ``100 Continue`` sends the
+    body.
+    """
     declared = as_length(headers.get("content-length", ""))
     if declared is not None and declared > most_bytes:
         raise _too_large(most_bytes)
@@ -366,7 +370,7 @@ def _too_large(most_bytes: int) -> BodyTooLarge:
 
 
 class _Plain:
-    """Collects a body up to its bound, or raises BodyTooLarge."""
+    """Collects a body, and raises BodyTooLarge above its bound."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -382,7 +386,7 @@ class _Plain:
 
 
 class _Gzip(_Plain):
-    """Decompresses a gzip body, and never holds more than one byte above the bound.
+    """Decompresses a gzip body, and never holds more than the bound plus one byte.
 
     The compressed body has the same bound, because many empty members decompress to nothing.
     """
@@ -426,7 +430,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: EncodedHeader
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: EncodedHeaders) -> None:
-    """Sends a whole response with its length."""
+    """Sends a whole response, with ``content-length``."""
     always = [] if status == _NO_CONTENT else [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})
     await send({"type": "http.response.body", "body": body})

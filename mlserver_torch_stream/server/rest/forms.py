@@ -15,8 +15,8 @@ _MAX_HEADER_BYTES = 8192  # the headers of one part
 
 @dataclass(frozen=True, slots=True)
 class PartBegan:
-    """A part begins. ``filename`` is None if it is not a file; ``content_type`` is empty if the part does not name
-    one.
+    """A part begins. ``filename`` is None if the part is not a file. ``content_type`` is empty if the part does not
+    name one.
     """
 
     name: str

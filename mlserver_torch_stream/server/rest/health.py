@@ -1,7 +1,7 @@
 """Liveness and readiness: patches MLServer's answers, and puts our routes before MLServer's.
 
-Our routes answer in JSON, which KServe's client reads, and with 503 and the reason if a model is not ready. For other
-runtimes' models MLServer's routes answer.
+Our routes answer in JSON, which KServe's client expects. If a model is not ready, they answer 503 with the reason. For
+other runtimes' models MLServer's routes answer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PATHS = (
 def install(lifecycle: Lifecycle) -> None:
     """Patches MLServer's answers. Called once.
 
-    During a shutdown the process is not ready, even if its models are. If it shuts down because an engine died, it is
-    not live either, so that it is restarted even if the shutdown hangs.
+    During a shutdown the process is not ready, even if its models are. If the process shuts down because an engine
+    died, it is not live either, so that it is restarted even if the shutdown hangs.
     """
     wrap(Hook.READY, partial(_unless, lambda: lifecycle.shutdown_reason))
     wrap(Hook.LIVE, partial(_unless, lambda: lifecycle.failure))
@@ -63,7 +63,7 @@ class _HealthRoute(SelectiveRoute):
         self._lifecycle = lifecycle
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        """During a shutdown it also accepts unknown names, because the registry forgets a model whose load is
+        """During a shutdown the route also accepts unknown names, because the registry forgets a model whose load is
         interrupted.
         """
         if "model_name" not in path:
@@ -72,7 +72,9 @@ class _HealthRoute(SelectiveRoute):
         return any(map(is_ours, models)) or (not models and self._lifecycle.shutdown_reason is not None)
 
     async def _answer(self, request: Request) -> JSONResponse:
-        """Returns MLServer's answer, or 503 with the reason if a model has trouble, even since MLServer was asked."""
+        """Returns MLServer's answer. If a model is not ready before or after MLServer is asked, returns 503 with the
+        reason.
+        """
         path = request.path_params
         trouble = self._trouble(path)
         healthy = trouble is None and await self._ask_mlserver(path)

@@ -1,11 +1,12 @@
-"""Answers the batches of ``cloud run`` in one exchange for the whole run: ``POST /v2/models/{model}/batch``.
+"""Answers the batches of ``cloud run``. One HTTP exchange, ``POST /v2/models/{model}/batch``, serves the whole run.
 
-The request and the response are streams of frames, each a JSON header and bytes. A batch is a frame with its ``batch``
-number and its number of ``items``, followed by a frame for each item. Its answer has the same form, in the order of the
-items, and is sent when all items are answered. The items of a token model are bodies of OpenAI's API, which are
-generated independently; the items of a handler are one batch of the handler. An item of a sequence is a batch of its
-own, and has V2's parameters of the sequence in ``sequence``. A frame with ``cancel`` ends a batch. An invalid body gets
-400 or, after its first batch, the end of the connection. ``GET`` describes the model's workers.
+The request and the response are streams of frames, each a JSON header and bytes. A batch is a frame with ``batch``, the
+batch's number, and ``items``, the number of its items, followed by one frame for each item. The answer to a batch has
+the same form, in the order of the items, and is sent when all items are answered. The items of a token model are bodies
+of OpenAI's API, which are generated independently; the items of a handler are one batch of the handler. An item that
+belongs to a sequence is a separate batch, and its field ``sequence`` has V2's parameters of the sequence. A frame with
+``cancel`` ends a batch. An invalid body is answered with 400; after the first batch, the connection is closed instead.
+``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class _BatchEndpoint:
                 reply.close()
 
     async def _completion(self, model: TokenModel, header: Mapping[str, Any], body: bytes) -> bytes:
-        """Answers an item of a token model; with ``count`` in its header, only counts the tokens of its prompt."""
+        """Answers an item of a token model. If its header has ``count``, only the prompt's tokens are counted."""
         path = _field(header, "path", str)
         spelling = OPENAI_SPELLINGS.get(path)
         if spelling is None:
@@ -214,7 +215,7 @@ class _BatchEndpoint:
     def _refusal(self, model: ServedModel, spelling: OpenAISpelling, error: Exception) -> bytes:
         """Returns the frame of an error. With ``busy`` the item may be sent again later.
 
-        That includes every item of a model that has died, so that no item fails because of the model.
+        Items of a model that has died are always ``busy``, so that no item fails because of the model.
         """
         refused = as_refusal(error, self._lifecycle.shutdown_reason)
         status, body = spelling.refusal(refused)
@@ -224,7 +225,7 @@ class _BatchEndpoint:
 
 
 class _StatusSet(RequestError):
-    """The handler has set an error status for its answer."""
+    """The handler has set an error status for its response."""
 
     def __init__(self, status: int, value: bytes) -> None:
         super().__init__(value[:_MAX_MESSAGE_BYTES].decode(errors="replace").strip())
@@ -250,7 +251,7 @@ def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> Piec
 
 
 def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Returns a field of a frame's header. Raises InvalidInput if it has another type."""
+    """Returns a field of a frame's header. Raises InvalidInput if the field does not have the type ``kind``."""
     if type(header.get(name)) is not kind:
         raise InvalidInput(name, f"must be of the type {kind.__name__} in the header of a frame")
     return header[name]
@@ -267,7 +268,7 @@ def _context(model: ServedModel, request_id: str) -> ReplyContext:
 
 
 async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int, list[Item] | None]]:
-    """Yields the number and the items of each batch; None in place of the items cancels the batch.
+    """Yields the number and the items of each batch. If the items are None, the batch is to be cancelled.
 
     ``max_bytes`` bounds an item. Raises ClientLeft or InvalidInput.
     """

@@ -1,4 +1,5 @@
-"""Triton's REST routes that MLServer lacks: models' configuration and statistics, and the index without a body.
+"""Adds Triton's REST routes that MLServer does not have: a model's configuration and statistics, and the index for
+requests without a body.
 
 Paths of other runtimes' models are left to MLServer.
 """
@@ -66,7 +67,7 @@ class _ModelRoute(SelectiveRoute):
 
 
 class _IndexRoute(SelectiveRoute):
-    """The index of models for requests without a body, which MLServer's route refuses."""
+    """Returns the index of models for requests without a body, which MLServer's route refuses."""
 
     def __init__(self, handlers: ModelRepositoryHandlers) -> None:
         super().__init__("/v2/repository/index", self._answer, ["POST"])

@@ -1,7 +1,7 @@
-"""OpenAI's list of models, its OpenAPI document, and the answer to unknown paths below ``/v1``.
+"""Serves OpenAI's list of models and the OpenAPI document, and answers unknown paths below ``/v1``.
 
-Models of other runtimes and handlers are not listed. The path of a handler answers with its readiness, because KServe's
-V1 protocol has the same path. Paths of other runtimes' models are left to MLServer.
+Models of other runtimes and handlers are not listed. For a handler, the path returns whether it is ready, because
+KServe's V1 protocol uses the same path for this. Paths of other runtimes' models are left to MLServer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_model_routes(host: ServerHost, options: ServerOptions) -> None:
 
 
 class OpenAIModels:
-    """Answers from MLServer's registry. Each name is listed once, with its default version."""
+    """Answers from MLServer's registry. Each model is listed once, with its default version."""
 
     def __init__(self, registry: MultiModelRegistry, options: ServerOptions) -> None:
         self._registry = registry
@@ -121,12 +121,14 @@ class _UnknownRoute(SelectiveRoute):
         self._registry = registry
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        """Leaves a path that ends with a slash to starlette, which redirects it to the path without the slash."""
+        """Declines a path that ends with a slash, because starlette redirects it to the path without the slash."""
         rest = path["rest"]
         return bool(rest) and not rest.endswith("/") and all(map(_is_ours, self._other_routes(scope)))
 
     def _other_routes(self, scope: Scope) -> list[BaseRoute]:
-        """Returns the other routes that have the path; ours are for other methods, or they would have matched first."""
+        """Returns the other routes that match the path. If they are ours, they are for other methods; otherwise they
+        would have matched first.
+        """
         routes = [each for each in self._router.routes if not isinstance(each, _UnknownRoute)]
         return [each for each in routes if each.matches(scope)[0] is not Match.NONE]
 

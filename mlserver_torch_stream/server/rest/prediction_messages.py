@@ -1,4 +1,4 @@
-"""TorchServe's REST messages: fields of forms and queries, headers, statuses and errors.
+"""Reads and writes TorchServe's REST messages: fields of forms and queries, headers, statuses and errors.
 
 A header that a handler has set is checked, because the HTTP server writes it unchanged. The types of errors are the
 names of TorchServe's exceptions.
@@ -125,7 +125,9 @@ class UnsendableHead(RequestError):
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """Returns the client's id of the request; else a new one, which begins with the prefix that the client asks for."""
+    """Returns the id that the client gave the request; else a new id, which begins with the prefix that the client asks
+    for.
+    """
     own = OPENAI_CHAT.request_id({}, headers)
     if own:
         return own
@@ -134,7 +136,7 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def first_headers(scope: Scope) -> dict[str, str]:
-    """Returns a request's headers by name, in lower case; of a repeated header the first value."""
+    """Returns a request's headers by lower-case name; for a repeated header, its first value."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
@@ -142,8 +144,8 @@ def first_headers(scope: Scope) -> dict[str, str]:
 
 
 def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str] | None = None) -> EncodedHeaders:
-    """Returns the headers of a reply. ``own`` are the handler's headers. Headers of the connection, which the server
-    sets, are left out.
+    """Returns the headers of a reply. ``own`` are the handler's headers. Headers that concern the connection are left
+    out, because the server sets them.
 
     Raises UnsendableHead.
     """
@@ -166,7 +168,7 @@ def check_status(status: int) -> None:
 
 
 def body_of(status: int, value: bytes) -> bytes:
-    """Returns the body of a response; statuses such as 204 have none."""
+    """Returns the body of a response, which is empty for statuses such as 204."""
     return b"" if status in _WITHOUT_BODY else value
 
 
@@ -183,7 +185,9 @@ class PredictionPath:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str], registry: MultiModelRegistry) -> PredictionPath:
-        """Splits a path as TorchServe does, but ``v1`` before more is a version only if the model has that version."""
+        """Splits a path as TorchServe does, except that ``v1`` followed by more is a version only if the model has that
+        version.
+        """
         name, version = parameters["model_name"], parameters.get("model_version")
         rest = parameters.get("url_path", "").rstrip("/")
         if version == _API and rest and find_model(registry, name, _API) is None:
@@ -195,7 +199,7 @@ _SPELLED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE  # TorchServe's spell
 
 
 class NoSuchModel(RequestError):
-    """No model has this name, in TorchServe's words."""
+    """No model has this name. The message is TorchServe's."""
 
     status = 404
 
@@ -204,7 +208,7 @@ class NoSuchModel(RequestError):
 
 
 class NoSuchVersion(RequestError):
-    """The model has no such version, in TorchServe's words."""
+    """The model does not have this version. The message is TorchServe's."""
 
     status = 404
 
@@ -213,7 +217,7 @@ class NoSuchVersion(RequestError):
 
 
 class NoSuchPath(RequestError):
-    """There is no such endpoint, in TorchServe's words, with a list of the endpoints."""
+    """The endpoint does not exist. The message is TorchServe's, with a list of the endpoints."""
 
     status = 404
 
@@ -222,7 +226,7 @@ class NoSuchPath(RequestError):
 
 
 class WrongMethod(RequestError):
-    """A prediction was not requested by POST or PUT, in TorchServe's words."""
+    """A prediction was requested with a method other than POST and PUT. The message is TorchServe's."""
 
     status = 405
 
@@ -231,7 +235,7 @@ class WrongMethod(RequestError):
 
 
 class MissingParameter(InvalidInput):
-    """A request of the gRPC service lacks a parameter, in TorchServe's words."""
+    """A request of the gRPC service lacks a parameter. The message is TorchServe's."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "is required")
@@ -255,7 +259,7 @@ _TYPES: tuple[tuple[type[RequestError], str, int | None], ...] = (
 
 
 def status_and_body(error: RequestError) -> tuple[int, bytes]:
-    """Returns the status and the JSON body that TorchServe has for an error."""
+    """Returns the status and the JSON body with which TorchServe reports such an error."""
     kind, status = next((kind, status) for each, kind, status in _TYPES if isinstance(error, each))
     code = error.status if status is None else status
     return code, as_json({"code": code, "type": kind, "message": error.message})

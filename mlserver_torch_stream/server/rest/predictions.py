@@ -1,4 +1,5 @@
-"""TorchServe's inference paths, OpenAI's paths below ``/predictions/{model}``, and TorchServe's health and document.
+"""Serves TorchServe's inference paths, OpenAI's paths below ``/predictions/{model}``, and TorchServe's health check and
+API description.
 
 Paths of other runtimes' models are left to MLServer.
 """
@@ -96,7 +97,7 @@ _CLOSING_S = 60.0  # seconds that a client has to read the rest of a broken stre
 class PredictionEndpoint:
     """The ASGI application of one path. With ``explain`` the handler is asked for an explanation.
 
-    With ``takes_query`` the parameters of the query are fields of the request.
+    With ``takes_query`` the parameters of the URL's query become fields of the request.
     """
 
     host: ServerHost
@@ -188,11 +189,11 @@ class _Prediction(HttpRequest[PieceReply]):
 
 @dataclass(frozen=True)
 class _Path:
-    """A path of TorchServe's. The route accepts ``methods``; with None the route accepts all, and the endpoint refuses
-    the wrong ones.
+    """One of TorchServe's paths. The route accepts ``methods``. If that is None, it accepts all methods, and the
+    endpoint refuses the wrong ones.
 
-    A ``legacy`` path is one that TorchServe kept from its predecessor, where the parameters of the query are fields. If
-    no model of ours has the name in it, the path may belong to another route.
+    TorchServe kept ``legacy`` paths from its predecessor; for them the parameters of the query are fields. If such a
+    path does not name a model of ours, it may belong to another route.
     """
 
     path: str
@@ -230,7 +231,7 @@ def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -
 
 
 class _PredictionRoute(SelectiveRoute):
-    """Accepts paths of our models, and of unknown names unless another route may have the path."""
+    """Accepts paths that name our models, and paths with unknown names unless another route might match them."""
 
     of_models = True
 
@@ -249,7 +250,7 @@ async def _describe(request: Request) -> Response:
 
 
 class _Ping:
-    """Answers with the health of all models in TorchServe's words, with status 503 if none is ready."""
+    """Returns the health of all models, in TorchServe's terms, with status 503 if none is ready."""
 
     def __init__(self, registry: MultiModelRegistry, lifecycle: Lifecycle) -> None:
         self._registry = registry
@@ -261,7 +262,7 @@ class _Ping:
 
 
 def health_of(registry: MultiModelRegistry, lifecycle: Lifecycle) -> str:
-    """Returns the health of all models in TorchServe's words."""
+    """Returns the health of all models as ``Healthy``, ``Partial Healthy`` or ``Unhealthy``, as TorchServe does."""
     ready = [bool(model.ready) for model in all_models(registry)]
     if lifecycle.shutdown_reason is not None or (ready and not any(ready)):
         return "Unhealthy"

@@ -1,4 +1,6 @@
-"""A response in chunks or server-sent events; it starts with its first chunk and ends if its client reads nothing."""
+"""Sends a response in chunks or server-sent events. The response starts with its first chunk, and ends if the client
+does not read.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class ChunkStream:
     """A response in chunks. Call ``write`` inside ``async with``; the status line is sent with the first chunk.
 
     If a write has waited ``stalled_after`` seconds for the reader, ``stalled`` is called, which must make the write
-    return. With 0 there is no limit.
+    return; 0 means no limit.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class ChunkStream:
             self._timer.cancel()
 
     async def write(self, chunk: bytes, more: bool = True) -> None:
-        """Sends one chunk; with ``more`` False it is the last. Calls must not overlap."""
+        """Sends one chunk. If ``more`` is false, it is the last. Calls must not overlap."""
         self._sending_since = self._loop.time()
         try:
             if not self.started:
@@ -89,8 +91,8 @@ _HEADERS = [
 class EventStream(ChunkStream):
     """A stream of server-sent events. Call ``send`` inside ``async with``, then ``end``.
 
-    The status line is sent with the first event or ping. A ``ping`` follows ``keep_alive`` seconds of silence; 0 means
-    no pings. ``headers`` are added to the headers of every stream.
+    The status line is sent with the first event or ping. After ``keep_alive`` seconds without an event, a ``ping`` is
+    sent; 0 means no pings. ``headers`` are added to the headers of every stream.
     """
 
     def __init__(

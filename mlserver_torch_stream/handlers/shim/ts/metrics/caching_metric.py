@@ -1,4 +1,4 @@
-"""One metric of a handler. It checks each update, and logs the value; the worker replaces ``emit_metrics``."""
+"""One metric of a handler, which checks each update and logs the value; the worker replaces ``emit_metrics``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class CachingMetric:
     """A metric with its type, unit and dimensions.
 
-    A wrong update is logged and dropped, so no metric fails a request.
+    An invalid update is logged and dropped, so no request fails because of a metric.
     """
 
     def __init__(

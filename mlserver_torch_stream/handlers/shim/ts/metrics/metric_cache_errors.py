@@ -2,7 +2,7 @@
 
 
 class MetricsCacheValueError(Exception):
-    """A value of a metric cannot be used."""
+    """Raised for a value of a metric that cannot be used."""
 
 
 class MetricsCacheTypeError(Exception):
@@ -14,11 +14,11 @@ class MetricsCacheKeyError(Exception):
 
 
 class MetricsCacheIOError(Exception):
-    """The file of metrics cannot be read."""
+    """Raised if the file of metrics cannot be read."""
 
 
 class MetricsCachePyYamlError(Exception):
-    """The file of metrics is not valid YAML."""
+    """Raised if the file of metrics is not valid YAML."""
 
 
 class GeneralMetricsCacheError(Exception):

@@ -4,7 +4,7 @@ import enum
 
 
 class MetricTypes(enum.Enum):
-    """The types; the values are their names in a ``metrics.yaml``."""
+    """The types of metrics; the values are the types' names in a ``metrics.yaml``."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

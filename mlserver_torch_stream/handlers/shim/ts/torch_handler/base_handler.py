@@ -19,7 +19,7 @@ PROFILER_AVAILABLE = False  # only the torchserve package writes the traces of E
 
 
 class BaseHandler(abc.ABC):  # noqa: B024
-    """A handler whose ``handle`` calls preprocess, inference and postprocess; a subclass overrides any of them."""
+    """A handler whose ``handle`` calls preprocess, inference and postprocess, which a subclass may override."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -35,7 +35,7 @@ class BaseHandler(abc.ABC):  # noqa: B024
         self.model_yaml_config: dict[str, Any] = {}
 
     def initialize(self, context: Any) -> None:
-        """Loads the archive's model. Raises RuntimeError if the archive has none that can be loaded."""
+        """Loads the archive's model. Raises RuntimeError if the archive has no model that can be loaded."""
         self.model_yaml_config = context.model_yaml_config or {}
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             logger.warning("ENABLE_TORCH_PROFILER is not implemented here: install torchserve")

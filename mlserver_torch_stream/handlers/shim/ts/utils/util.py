@@ -18,7 +18,7 @@ CLEANUP_REGEX = re.compile(r"<.*?>|&(?:[a-z0-9]+|#\d{1,6}|#x[\da-f]{1,6});")  # 
 
 
 class PredictionException(Exception):
-    """A handler raises it to fail a request with a message and a status for the client."""
+    """Raised by a handler, to fail a request with a message and a status for the client."""
 
     def __init__(self, message: str, error_code: int = 500) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ def deprecated(
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """Returns the classes that the module itself defines, of ``parent_class`` if it is given."""
+    """Returns the classes that the module itself defines; only subclasses of ``parent_class`` if it is given."""
     own = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
     return [each for each in own if parent_class is None or issubclass(each, parent_class)]
 

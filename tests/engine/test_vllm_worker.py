@@ -1,0 +1,135 @@
+"""vLLM's worker against a server that breaks the protocol: it ends with one line, and never stays deaf.
+
+It runs without vLLM: an engine that computes nothing takes the place of vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlserver_torch_stream.engine.vllm.messages import MAX_MESSAGE, PROTOCOL, Addition, StartOrder
+from mlserver_torch_stream.handlers.frames import FrameReader, encode_frame
+
+_PROGRAM = """
+import asyncio, sys
+from types import SimpleNamespace as Fields
+from mlserver_torch_stream.engine.vllm import worker
+
+class Idle:
+    errored = False
+    def __init__(self):
+        self.output_handler = asyncio.ensure_future(asyncio.Event().wait())
+        model = Fields(get_vocab_size=lambda: 400, max_model_len=64, dtype="torch.float32")
+        cache = Fields(kv_cache_size_tokens=64, kv_cache_memory_bytes=1)
+        self.vllm_config = Fields(
+            lora_config=None, model_config=model, cache_config=cache, scheduler_config=Fields(max_num_seqs=8),
+            device_config=Fields(device_type="cpu"),
+        )
+
+worker._start = lambda order, steps: Idle()
+worker.main(int(sys.argv[1]), sys.argv[2])
+"""
+_UNLIKELY_S = 30.0
+_START = StartOrder({}).encode()
+_ADD = {"t": "add", "number": 1, "params": {}, "n": 1, "priority": 0, "grammar": None, "bad_words": [], "adapter": None}
+
+
+def _sent(data: bytes, folder: Path, *, cut: bool = False) -> tuple[int, list[str], list[str]]:
+    """Sends bytes to a worker and no more; ``cut`` ends the connection after them.
+
+    Returns the worker's exit status, the kinds of its messages, and its lines of output.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(folder)]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True) as worker, ours:
+        theirs.close()
+        ours.settimeout(_UNLIKELY_S)
+        ours.sendall(data)
+        if cut:
+            ours.shutdown(socket.SHUT_WR)
+        reader = FrameReader(ours)
+        kinds = []
+        try:
+            while (frame := reader.read()) is not None:
+                kinds.append(frame[0]["t"])
+            _, output = worker.communicate(timeout=_UNLIKELY_S)
+        finally:
+            reader.close()
+            worker.kill()
+    return worker.returncode, kinds, output.splitlines()
+
+
+def _raw(header: bytes, body: bytes = b"") -> bytes:
+    return struct.pack("!II", len(header), len(body)) + header + body
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (encode_frame({"t": "start", "protocol": PROTOCOL + 1}), "a server of protocol 2, not 1"),
+        (encode_frame({"t": "start", "protocol": PROTOCOL}), "a malformed 'start' message: KeyError: 'adapters'"),
+        (encode_frame({"t": "start", "protocol": PROTOCOL, "adapters": [1]}), "a malformed 'start' message: TypeError"),
+        (struct.pack("!II", MAX_MESSAGE + 1, 0), f"a message of {MAX_MESSAGE + 1} bytes is too large"),
+    ],
+    ids=["another version", "without adapters", "a number for an adapter", "too large"],
+)
+def test_a_wrong_first_message_ends_the_worker_before_vllm_starts(data: bytes, why: str, tmp_path: Path) -> None:
+    status, kinds, lines = _sent(data, tmp_path)
+    assert (status, kinds, len(lines)) == (0, ["hello"], 1), lines
+    assert f"the connection to the server broke: {why}" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (struct.pack("!II", MAX_MESSAGE + 1, 0), f"a message of {MAX_MESSAGE + 1} bytes is too large"),
+        (struct.pack("!II", 2, MAX_MESSAGE + 1), f"a message of {MAX_MESSAGE + 1} bytes is too large"),
+        (_raw(b"{{}}"), "the header is not JSON"),
+        (_raw(b"[" * 100_000), "the header is not JSON"),
+        (_raw(b"[1]"), "the header is not a JSON object"),
+        (encode_frame({"t": "adds"}), "an unknown message 'adds'"),
+        (encode_frame({"t": "abort"}), "a malformed 'abort' message: KeyError: 'ids'"),
+        (encode_frame({"t": "load_adapter"}), "a malformed 'load_adapter' message: KeyError: 'call'"),
+        (encode_frame({"t": "add"}), "a malformed 'add' message: KeyError: 'number'"),
+        (encode_frame({**_ADD, "salt": None}, b"123"), "a malformed 'add' message: ValueError: "),
+        (encode_frame({**_ADD, "salt": None, "n": "1"}), "a malformed 'add' message: TypeError"),
+    ],
+    ids=[
+        *("a header too large", "a body too large", "no JSON", "too deep", "a list", "an unknown kind"),
+        *("an abort of nothing", "a call without a number", "an empty request", "part of an id", "a text for a number"),
+    ],
+)
+def test_a_wrong_message_ends_a_worker_that_serves(data: bytes, why: str, tmp_path: Path) -> None:
+    status, kinds, lines = _sent(_START + data, tmp_path)
+    assert (status, kinds, len(lines)) == (0, ["hello", "ready"], 1), lines
+    assert f"the connection to the server broke: {why}" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "kinds"),
+    [(_START[:5], ["hello"]), (_START[:-1], ["hello"]), (_START + _START[:9], ["hello", "ready"])],
+    ids=["in a length", "in the start", "in a later message"],
+)
+def test_a_message_that_is_cut_off_ends_the_worker_in_silence(data: bytes, kinds: list[str], tmp_path: Path) -> None:
+    """Its server was killed while it wrote, and nobody reads the worker's output."""
+    assert _sent(data, tmp_path, cut=True) == (0, kinds, [])
+
+
+def test_a_request_goes_through_the_wire_as_it_was() -> None:
+    """Its sequences share one prompt; each has its own seed."""
+    params: dict[str, Any] = {"seed": 2**63 - 1, "top_k": 3}
+    request = Addition(7, [1, 2**32 - 1], params, 2, -5, "start: x", [[1], [2, 3]], 4, "salt")
+    frame = request.encode()
+    header_bytes, body_bytes = struct.unpack_from("!II", frame)
+    assert body_bytes == 8
+    header = json.loads(frame[8 : 8 + header_bytes])
+    assert Addition.decode(header, frame[8 + header_bytes :]) == request
+    assert [request.params_of(index)["seed"] for index in range(2)] == [2**63 - 1, 0]
