@@ -199,6 +199,7 @@ class _Flow:
         self._waiting: deque[Sequence[_Ticketed]] = deque()  # at most the window's rows
         self._suspects: deque[_Ticketed] = deque()  # rows of batches that failed
         self._running: set[asyncio.Task[None]] = set()
+        self._alone = False  # a suspect runs
         self._timer: asyncio.TimerHandle | None = None
         self._left = asyncio.Event()  # an item has left the window
         self._settled = asyncio.Event()  # a result or an error has arrived, for which the reader may wait
@@ -263,7 +264,7 @@ class _Flow:
         while self._error is None:
             if self._suspects and not self._running:
                 self._start([self._suspects.popleft()], by_itself=True)
-            elif self._waiting and not self._suspects and len(self._running) < self._limits.batches:
+            elif self._waiting and not (self._suspects or self._alone) and len(self._running) < self._limits.batches:
                 self._start(self._waiting.popleft())
             else:
                 return
@@ -271,10 +272,12 @@ class _Flow:
     def _start(self, batch: Sequence[_Ticketed], by_itself: bool = False) -> None:
         task = asyncio.create_task(self._run(batch, by_itself))
         self._running.add(task)
+        self._alone = by_itself
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
+        self._alone = False
         if task.cancelled():
             self._fail(CloudError("the inference of a batch was cancelled"))  # ``stop`` sets the error first
         elif (error := task.exception()) is not None:

@@ -182,6 +182,28 @@ def test_an_exception_fails_its_batch_alone_and_a_wrong_number_of_outcomes_too()
     assert "0 outcomes came for 1 rows" in failures[4].message
 
 
+def test_nothing_runs_beside_a_row_that_runs_alone() -> None:
+    """The rows of the batch that fails are inferred one by one, the last of them before the batches that wait, too."""
+    running: set[int] = set()
+    beside: dict[int, set[int]] = {}
+
+    async def breaks(rows: Sequence[Row]) -> list[Outcome]:
+        index = rows[0].index
+        if len(rows) == 1:
+            beside[index] = set(running)
+        for each in running & beside.keys():
+            beside[each].add(index)
+        running.add(index)
+        await asyncio.sleep(0.001)
+        running.remove(index)
+        if len(rows) == 2 and index == 2:
+            raise ValueError("it burned")
+        return await _echo(rows)
+
+    _run(_rows(24), breaks, batch_rows=2, batches=3, window=24)
+    assert beside == {2: set(), 3: set()}
+
+
 @pytest.mark.parametrize("where", ["source", "infer"])
 def test_what_ends_a_run_is_raised_behind_the_results_before_it(where: str) -> None:
     async def infer(rows: Sequence[Row]) -> list[Outcome]:
