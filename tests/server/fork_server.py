@@ -90,7 +90,8 @@ class ForkServer:
             assert time.monotonic() < end, "the fork server does not start"
             if self._process is None or self._process.poll() is not None:  # it ends where another has the name
                 command = [sys.executable, "-m", "tests.server.fork_server", self._name]
-                self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL)
+                known = dict(os.environ)  # not what a library has set beside it, as readline sets COLUMNS
+                self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, env=known)
             time.sleep(0.02)
         self._socket, self._environment = connected
 
