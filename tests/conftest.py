@@ -48,22 +48,43 @@ _CHAT_TEMPLATE = (
 TINY_VOCAB = 400
 TINY_CONTEXT = 1024
 _ROOMS_OF_SERVERS = ("batches", "reliability", "server")  # share servers: each process would start its own
-# Files of 5 s and more, which start servers, compile or load the embedded model. The processes end together if the
-# last files are short ones.
+# Files of 8 s and more, which start servers, compile or wait. The processes end together if the last files are short
+# ones.
 _LONG_FILES = (
     "deploy/test_serving",
     "engine/test_native_portable",
     "test_readme",
     "torchserve/test_server",
     "engine/test_tensor_parallel",
-    "engine/test_native_int8",
+    "engine/test_watchdog",
+    "engine/test_pages_families",
+    "engine/test_engine_batches",
+    "engine/test_gguf_originals",
+    "engine/test_native_attention",
+    "torchserve/test_bad_handlers",
+    "engine/test_vllm",
     "engine/test_native",
+    "torchserve/test_scaling",
+    "engine/test_pipeline",
+    "engine/test_record",
+    "engine/test_engine_faults",
     "cloud/test_watch",
     "cloud/test_command",
-    "engine/test_engine_batches",
+    "cloud/test_predictions",
+    "torchserve/test_grpc_predictions",
+    "torchserve/test_sent_ahead",
+    "engine/test_native_int8",
     "cloud/test_mlserver",
     "bench/test_client",
     "test_loading",
+    "engine/test_replicas",
+    "torchserve/test_management",
+    "cli/test_chat",
+    "engine/test_selfcheck",
+    "engine/test_families",
+    "engine/test_generation",
+    "engine/test_text_overlap",
+    "engine/test_engine_time",
 )
 
 

@@ -67,7 +67,10 @@ def findings_of(model: PreTrainedModel) -> SelfCheckResult:
     places = frozenset((parameter.dtype, parameter.device) for parameter in model.parameters())
     key = type(model), model.config.to_json_string(use_diff=False), places
     if key not in _FOUND:
-        _FOUND[key] = check_batching(model)
+        found = check_batching(model)
+        if found.problem is not None:  # of this model alone, perhaps
+            return found
+        _FOUND[key] = found
     return _FOUND[key]
 
 

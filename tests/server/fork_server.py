@@ -90,7 +90,8 @@ class ForkServer:
             assert time.monotonic() < end, "the fork server does not start"
             if self._process is None or self._process.poll() is not None:  # it ends where another has the name
                 command = [sys.executable, "-m", "tests.server.fork_server", self._name]
-                self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL)
+                known = dict(os.environ)  # not what a library has set beside it, as readline sets COLUMNS
+                self._process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, env=known)
             time.sleep(0.02)
         self._socket, self._environment = connected
 
@@ -145,7 +146,7 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _serve(listener: socket.socket) -> list[str] | None:
+def _serve(listener: socket.socket, environment: bytes) -> list[str] | None:
     """Returns the command in each child, None in the parent once nobody is connected any more."""
     children: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and the pipe for its status
     connections: dict[int, socket.socket] = {}
@@ -160,7 +161,7 @@ def _serve(listener: socket.socket) -> list[str] | None:
             if descriptor == listener.fileno():
                 connection, _ = listener.accept()
                 if _is_ours(connection):
-                    connection.send(json.dumps(dict(os.environ)).encode())
+                    connection.send(environment)
                     connections[connection.fileno()] = connection
                     ready.register(connection, select.POLLIN)
                 continue
@@ -223,13 +224,14 @@ def _main() -> None:
     except OSError:  # another process of the run was faster
         return
     listener.listen()
+    environment = json.dumps(dict(os.environ)).encode()  # before the imports, which set some
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # as the package does where it imports them itself
     gc.enable()
-    command = _serve(listener)
+    command = _serve(listener, environment)
     if command is not None:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")

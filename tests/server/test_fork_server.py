@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.fork_server import ForkedProcess, fork_server
+from tests.server.fork_server import ForkedProcess, ForkServer, fork_server
 
 _SCRIPT = """
 import json, os, signal, sys, threading
@@ -79,6 +79,21 @@ def test_no_two_of_them_draw_the_same_random_numbers(tmp_path: Path) -> None:
             assert fork_server().start([str(script)], tmp_path, os.environ, log).wait(30) == 0
         drawn.append((tmp_path / "log").read_text().split())
     assert len(drawn[0]) == 4 and not set(drawn[0]) & set(drawn[1])
+
+
+def test_all_processes_of_a_run_have_one(tmp_path: Path) -> None:
+    script = tmp_path / "parent"
+    script.write_text("import os; print(os.getppid())")
+
+    def parent(server: ForkServer) -> str:
+        with (tmp_path / "log").open("wb") as log:
+            assert server.start([str(script)], tmp_path, os.environ, log).wait(30) == 0
+        return (tmp_path / "log").read_text()
+
+    one, other = fork_server(), ForkServer()
+    first, second = parent(one), parent(other)
+    other.close()
+    assert first == second == parent(one)
 
 
 def test_it_takes_signals_and_is_waited_for_as_any_process(script: Path) -> None:
