@@ -150,66 +150,57 @@ _STYLE = """
 def picture(head: Mapping[str, Any], lines: Sequence[Line], bounds: Sequence[Bounds] = BOUNDS) -> str:
     """Returns an SVG with a plot of goodput over streams for each of ``bounds``; dashed is the rate of all requests."""
     streams = sorted({line.streams for line in lines})
-    servers = list(dict.fromkeys(line.server for line in lines))
-    whole = goodput(lines)
+    whole, good = goodput(lines), [goodput(lines, limit) for limit in bounds]
+    colours = dict(zip(whole, _COLOURS, strict=False))  # by server
     top = max(rate for rates in whole.values() for rate in rates.values())
     step = next(size for size in (10, 20, 50, 100, 200, 500) if top / size <= 6)
     highest = (int(top / step) + 1) * step
     width = (_WIDTH - _LEFT - 16 - _GAP * (len(bounds) - 1)) / len(bounds)
-    where = head["machine"]
-    title = f"Goodput over load, {head['machine']['cpu']} ({where['cores']} cores, {where['date'][:10]})"
+    where = f"{head['machine']['cpu']}, {head['machine']['cores']} cores, {head['machine']['date'][:10]}"
+    numbers = " ".join(map(_described, bounds, good))  # for readers who do not see the picture
+
+    def y(rate: float) -> float:
+        return _TOP + _PLOT_H * (1 - rate / highest)
+
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         'aria-labelledby="title desc" font-family="system-ui, sans-serif">',
-        f'<title id="title">{escape(title)}</title>',
-        f'<desc id="desc">{escape(_described(lines, bounds))}</desc>',
-        f"<style>{_STYLE}</style>",
-        f'<rect class="bg" width="{_WIDTH}" height="{_HEIGHT}" rx="14"/>',
-        f'<text class="h" x="{_LEFT}" y="26">tokens/s of requests within the bounds, by streams in flight</text>',
+        f'<title id="title">{escape(f"Goodput over load, {where}")}</title><desc id="desc">{escape(numbers)}</desc>',
+        f'<style>{_STYLE}</style><rect class="bg" width="{_WIDTH}" height="{_HEIGHT}" rx="14"/>',
+        _text(_LEFT, 26, "tokens/s of requests within the bounds, by streams in flight", "h"),
     ]
     for index, limit in enumerate(bounds):
         left = _LEFT + index * (width + _GAP)
-        out.append(
-            f'<text x="{left:.0f}" y="58">TTFT ≤ {limit.ttft_ms / 1000:g} s, pauses ≤ {limit.pause_ms:g} ms</text>'
-        )
+        out.append(_text(left, 58, f"TTFT ≤ {limit.ttft_ms / 1000:g} s, pauses ≤ {limit.pause_ms:g} ms"))
         for value in range(0, highest + 1, step):
-            y = _TOP + _PLOT_H * (1 - value / highest)
-            out.append(f'<path class="grid" d="M{left:.0f} {y:.1f}h{width:.0f}"/>')
-            if not index:
-                out.append(f'<text class="e" x="{left - 8:.0f}" y="{y + 4:.1f}">{value}</text>')
+            out.append(f'<path class="grid" d="M{left:.0f} {y(value):.1f}h{width:.0f}"/>')
+            out += [] if index else [_text(left - 8, y(value) + 4, str(value), "e")]
         xs = {count: left + width * (place + 0.5) / len(streams) for place, count in enumerate(streams)}
-        out += [f'<text class="m" x="{x:.0f}" y="{_TOP + _PLOT_H + 20}">{count}</text>' for count, x in xs.items()]
-        for rates, dashed in ((whole, " all"), (goodput(lines, limit), "")):
-            for server, colour in zip(servers, _COLOURS, strict=False):
-                points = " ".join(
-                    f"{xs[count]:.1f},{_TOP + _PLOT_H * (1 - rate / highest):.1f}"
-                    for count, rate in sorted(rates[server].items())
-                )
+        out += [_text(x, _TOP + _PLOT_H + 20, str(count), "m") for count, x in xs.items()]
+        for rates, dashed in ((whole, " all"), (good[index], "")):
+            for server, colour in colours.items():
+                points = " ".join(f"{xs[count]:.1f},{y(rate):.1f}" for count, rate in sorted(rates[server].items()))
                 out.append(f'<polyline class="l {colour}{dashed}" points="{points}"/>')
     x = _LEFT
-    for server, colour in zip(servers, _COLOURS, strict=False):
-        out.append(f'<path class="l {colour}" d="M{x} 334h28"/><text x="{x + 36}" y="338">{escape(server)}</text>')
-        x += 64 + 8 * len(server)
-    out.append(f'<path class="l all a" d="M{x} 334h28"/><text x="{x + 36}" y="338">all requests</text>')
-    caption = (
-        f"{where['cpu']}, {where['cores']} cores, {where['date'][:10]}; {head['model'].rpartition('/')[2]}, prompts of "
-        f"{head['prompt_tokens']} tokens, answers of {head['new_tokens']}"
-    )
-    out.append(f'<text x="{_LEFT}" y="368">{escape(caption)}</text></svg>')
+    for name, colour in (*colours.items(), ("all requests", "all a")):
+        out.append(f'<path class="l {colour}" d="M{x} 334h28"/>{_text(x + 36, 338, name)}')
+        x += 64 + 8 * len(name)
+    model = head["model"].rpartition("/")[2]
+    sizes = f"prompts of {head['prompt_tokens']} tokens, answers of {head['new_tokens']}"
+    out.append(f"{_text(_LEFT, 368, f'{where}; {model}, {sizes}')}</svg>")
     return "\n".join(out) + "\n"
 
 
-def _described(lines: Sequence[Line], bounds: Sequence[Bounds]) -> str:
-    """Returns the numbers of the picture as text, for readers who do not see it."""
-    parts = []
-    for limit in bounds:
-        rates = goodput(lines, limit)
-        shown = "; ".join(
-            f"{server}: " + ", ".join(f"{rate:.0f} at {count}" for count, rate in sorted(levels.items()))
-            for server, levels in rates.items()
-        )
-        parts.append(f"TTFT up to {limit.ttft_ms:g} ms and pauses up to {limit.pause_ms:g} ms: {shown}.")
-    return " ".join(parts)
+def _text(x: float, y: float, content: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.0f}" y="{y:.1f}">{escape(content)}</text>'
+
+
+def _described(limit: Bounds, rates: Mapping[str, Mapping[int, float]]) -> str:
+    shown = "; ".join(
+        f"{server}: " + ", ".join(f"{rate:.0f} at {count}" for count, rate in sorted(levels.items()))
+        for server, levels in rates.items()
+    )
+    return f"TTFT up to {limit.ttft_ms:g} ms and pauses up to {limit.pause_ms:g} ms: {shown}."
 
 
 def _lines_of(chip: str) -> Path:

@@ -94,6 +94,8 @@ def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
     config.save_pretrained(place)
     with init_empty_weights():
         sizes = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
+    if shape.tied:
+        sizes.pop("lm_head.weight", None)
     generator = torch.Generator().manual_seed(0)
     head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
     where, total = {}, 0
