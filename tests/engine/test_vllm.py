@@ -533,20 +533,21 @@ sys.stdin.read()
 
 
 @pytest.mark.long
-def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    command = [sys.executable, "-c", _SERVER, str(interpreter(tmp_path)), str(pids)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+def test_nothing_of_the_worker_outlives_a_server_that_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    place = tmp_path_factory.mktemp("v")  # a short name: in a long one the worker's folder would be elsewhere
+    pids = place / "pids"
+    command = [sys.executable, "-c", _SERVER, str(interpreter(place)), str(pids)]
+    environment = {**os.environ, "TMPDIR": str(place)}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         worker, descendant = map(int, pids.read_text().split())
         assert alive(worker)
         assert alive(descendant)
-        assert list(tmp_path.glob("vllm-*"))
+        assert list(place.glob("vllm-*"))
         server.kill()
     end = time.monotonic() + 30
-    while alive(worker) or alive(descendant) or list(tmp_path.glob("vllm-*")):
+    while alive(worker) or alive(descendant) or list(place.glob("vllm-*")):
         assert time.monotonic() < end, "a process or its folder outlived the server"
         time.sleep(0.02)
     assert not Path(f"/dev/shm/wire-{worker}").exists()
