@@ -1,4 +1,4 @@
-"""What keeps a model out of MLServer's inference workers, and what it says inside one."""
+"""What keeps a model out of MLServer's inference workers, and what it says inside one; what collections visit."""
 
 from __future__ import annotations
 
@@ -52,3 +52,17 @@ def test_installing_the_guards_twice_changes_nothing() -> None:
     once = RESTServer.add_custom_handlers
     patches.install(server_state())
     assert RESTServer.add_custom_handlers is once
+
+
+_VISITED = """
+import gc
+from mlserver_torch_stream import GuardedModelRepository
+GuardedModelRepository(".")
+print(gc.get_freeze_count(), len(gc.get_objects()))
+"""
+
+
+def test_garbage_collections_skip_what_a_server_has_imported() -> None:
+    probe = subprocess.run([sys.executable, "-c", _VISITED], capture_output=True, text=True, timeout=120)
+    skipped, visited = map(int, probe.stdout.split())
+    assert skipped > 100 * visited, probe.stderr
