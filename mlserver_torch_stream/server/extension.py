@@ -41,6 +41,7 @@ from mlserver_torch_stream.server.rest import (
     model_routes,
     openai_routes,
     predictions,
+    rest_metrics,
 )
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
@@ -118,6 +119,7 @@ async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) 
     ports.check(host, options)
     refuse_ignored_keys(Path(host.settings.model_repository_root))
     connection.install(host, options)
+    host.put_before_router(rest_metrics.pass_to_chosen)
     add_routes(host, state, options)
     shutdown.take_signals()
     _warn_of_server_settings(host.settings)

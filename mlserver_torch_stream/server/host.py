@@ -177,6 +177,10 @@ class ServerHost:
             app.middleware_stack = app.build_middleware_stack()
         app.middleware_stack = middleware(app.middleware_stack)
 
+    def put_before_router(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
+        """Makes the middleware the innermost layer of the app."""
+        self.router.middleware_stack = middleware(self.router.middleware_stack)
+
     def before_listening(self, work: Callable[[], Awaitable[object]]) -> None:
         """Has ``work`` awaited while uvicorn starts the app, after the gRPC port and before the REST port is opened."""
         router = self.router

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from starlette_exporter import PrometheusMiddleware
 
 from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
-from mlserver_torch_stream.server.rest.rest_metrics import _counting
+from mlserver_torch_stream.server.rest.rest_metrics import _counting, pass_to_chosen
 
 _ORIGINAL = getattr(PrometheusMiddleware.__call__, "__wrapped__", PrometheusMiddleware.__call__)
 
@@ -58,6 +58,7 @@ def _counted(kind: type[PrometheusMiddleware], prefix: str) -> dict[tuple[str, .
         Route("/models/{name}/{status}", answer),
     ]
     app = Starlette(routes=routes)
+    app.router.middleware_stack = pass_to_chosen(app.router.middleware_stack)
     app.add_middleware(kind, app_name="x", prefix=prefix, skip_paths=["/health/200"])
     sent: list[Any] = []
 
@@ -101,6 +102,7 @@ def test_the_route_of_a_model_is_found_once() -> None:
             return True
 
     app = Starlette(routes=[Found("/models/{name}/{status}", _Answer(), ["POST"])])
+    app.router.middleware_stack = pass_to_chosen(app.router.middleware_stack)
     app.add_middleware(_Counting, app_name="x", prefix="once")
     scope = {"type": "http", "method": "POST", "path": "/models/a/200", "root_path": "", "scheme": "http"}
 

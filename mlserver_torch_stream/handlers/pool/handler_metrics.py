@@ -9,6 +9,7 @@ its count, its sum and the bucket ``+Inf``. There a counter whose name does not 
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import socket
@@ -232,10 +233,12 @@ def _of_requests(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metri
         yield gauge
 
 
+@functools.lru_cache(maxsize=1024)
 def _fit(name: str) -> str:
     return _UNFIT.sub("_", name)[:_MAX_LABEL_CHARS] or "_"
 
 
+@functools.lru_cache(maxsize=1024)
 def _fit_label(name: str) -> str:
     fit = _fit(name)
     return f"exported_{fit}" if _RESERVED.fullmatch(fit) else fit

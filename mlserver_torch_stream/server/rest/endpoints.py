@@ -313,9 +313,6 @@ def _with_binary(body: JsonObject, raw: bytes, headers: EncodedHeaders) -> tuple
     return spelled + raw, [(b"content-type", b"application/octet-stream"), length, *headers]
 
 
-CHOSEN = "mlserver_torch_stream.route"  # in a scope: the route that was found for it, and its match
-
-
 class SelectiveRoute(Route):
     """A route that may decline a path in ``takes``. ``of_models``: its path names a model, or its requests do.
 
@@ -333,9 +330,6 @@ class SelectiveRoute(Route):
         self._prefix = path.partition("{")[0]
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        chosen = scope.get(CHOSEN)
-        if chosen is not None:
-            return chosen[1] if chosen[0] is self else (Match.NONE, {})
         if not scope["path"].startswith(self._prefix) and not scope.get("root_path"):
             return Match.NONE, {}
         match, child = super().matches(scope)

@@ -1,8 +1,8 @@
 """Counts the requests to paths of models in MLServer's metrics of the REST port, ``rest_server_*``, with less work.
 
 MLServer's middleware builds the URL of each request and compares the routes' paths a second time to find the label
-``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on.
-Requests to other paths are left to the middleware.
+``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on, and
+the router does not compare the paths again. Requests to other paths are left to the middleware and the router.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import Match
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlserver_torch_stream.server.host import Hook, wrap
-from mlserver_torch_stream.server.rest.endpoints import CHOSEN, SelectiveRoute
+from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 
 _Call = Callable[[Any, Scope, Receive, Send], Awaitable[None]]
+_CHOSEN = "mlserver_torch_stream.route"  # in a scope: the route of the request, and what the route adds to the scope
 _DISCONNECTED, _FAILED = 499, 500  # statuses of requests without an answer
 
 
@@ -28,26 +29,48 @@ def install() -> None:
     wrap(Hook.REST_METRICS, _counting)
 
 
+def pass_to_chosen(router: ASGIApp) -> ASGIApp:
+    """Returns an app that passes a request to the route that was found for it, and other requests to the router."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        chosen = scope.get(_CHOSEN)
+        if chosen is None:
+            await router(scope, receive, send)
+            return
+        route, child = chosen
+        scope.update(child)
+        await route.handle(scope, receive, send)
+
+    return call
+
+
 def _counting(original: _Call) -> _Call:
     async def call(middleware: Any, scope: Scope, receive: Receive, send: Send) -> None:
         chosen = _choose(scope) if scope["type"] == "http" and not scope.get("root_path") else None
         if chosen is None:
             await original(middleware, scope, receive, send)
             return
-        scope[CHOSEN] = chosen
+        scope[_CHOSEN] = chosen
         await _counted(middleware, chosen[0].path, scope, receive, send)
 
     return call
 
 
-def _choose(scope: Scope) -> tuple[SelectiveRoute, tuple[Match, Scope]] | None:
-    """Returns the route of a model's path that takes the request, and what it makes of the path."""
+def _choose(scope: Scope) -> tuple[SelectiveRoute, Scope] | None:
+    """Returns the route that takes the request, and what it adds to the scope; None if the path is not of a model."""
+    path: str = scope["path"]
     for route in scope["app"].router.routes:
-        if isinstance(route, SelectiveRoute):
-            found = route.matches(scope)
-            if found[0] is Match.FULL:
-                return (route, found) if route.of_models else None
+        if path.startswith(_prefix(route.path)):
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                return (route, child) if isinstance(route, SelectiveRoute) and route.of_models else None
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefix(path: str) -> str:
+    """Returns the fixed beginning of a route's path."""
+    return path.partition("{")[0]
 
 
 async def _counted(middleware: Any, path: str, scope: Scope, receive: Receive, send: Send) -> None:
