@@ -49,8 +49,8 @@ def install_at_start(repository: type, state: ServerState) -> None:
     install(state)
     if not is_wrapped(Hook.START):
         wrap(Hook.START, partial(_starting, repository, state))
-        # Imported objects stay until the process ends. Requests in flight make garbage collections frequent, and each
-        # full one would visit them all. No model exists yet, so an unloaded model is still collected.
+        # Imported objects stay until the process ends. A full garbage collection would visit them all, and stop every
+        # stream for some 70 ms. No model exists yet, so an unloaded model is still collected.
         gc.collect()
         gc.freeze()
 
