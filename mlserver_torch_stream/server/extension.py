@@ -42,7 +42,6 @@ from mlserver_torch_stream.server.rest import (
     model_routes,
     openai_routes,
     predictions,
-    rest_metrics,
 )
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
