@@ -113,6 +113,19 @@ def test_a_prefix_is_computed_once_of_prompts_that_arrive_together(model: PreTra
     run_with_engine(scenario, model, prefix_bytes=2**22, prefill_tokens=256)
 
 
+def test_a_prefix_that_takes_several_steps_is_computed_once_too(model: PreTrainedModel) -> None:
+    """Also a longer prefix that some of the prompts share."""
+    shared = prompt_of(6 * _PAGE, 3)
+    longer = [[*shared, *prompt_of(2 * _PAGE, seed)] for seed in (4, 5)]
+    prompts = [[*prefix, *prompt_of(9, seed)] for prefix in longer for seed in range(3)]
+
+    async def scenario(engine: EngineCore) -> None:
+        once = len(shared) + 9 + 2 * _PAGE
+        assert await computed_together(engine, model, prompts) == once + (1 + 2 * _PAGE + 9) + 4 * (1 + 9)
+
+    run_with_engine(scenario, model, prefix_bytes=2**22, prefill_tokens=4 * _PAGE)
+
+
 def test_a_page_whose_scores_are_known_is_written_before_it_is_copied(model: PreTrainedModel) -> None:
     """Its scores are kept longer than the page itself, which the first prompt of the step computes again."""
     shared = prompt_of(4 * _PAGE, 3)

@@ -65,17 +65,26 @@ class SequencePages:
         A windowed group needs only the pages that the next token sees. ``again``: the last of these tokens is computed
         again, for its logits. If it ends a page that the pool finds, ``extend`` copies the page.
         """
-        size = self._spec.page_size
-        if not self._pool.finds or self.computed % size:
+        size, before = self._spec.page_size, self.computed
+        if not self._pool.finds or (before % size and not self._ends_found_page):
             return 0
         if again and self._slides:  # the token may see an older page than the token after it
             tokens, again = tokens - 1, False
-        gained = self._take_found(tokens)
-        if again and gained and self.computed == tokens:
-            self.computed -= 1
-            self.named = self.written = self.computed // size
-            gained -= 1
-        return gained
+        self._move_to(-(-before // size) * size)
+        self._take_found(tokens)
+        if again and self.computed == tokens and (before % size or self.computed > before):
+            self._move_to(tokens - 1)
+        return self.computed - before
+
+    @property
+    def _ends_found_page(self) -> bool:
+        """Whether an earlier look-up has found the next token's page, whose last token is computed again."""
+        return (self.computed + 1) % self._spec.page_size == 0 and all(map(self._is_shared, range(len(self.tables))))
+
+    def _move_to(self, computed: int) -> None:
+        if computed != self.computed:
+            self.computed = computed
+            self.named = self.written = computed // self._spec.page_size
 
     def _take_found(self, tokens: int) -> int:
         size = self._spec.page_size
@@ -221,12 +230,16 @@ class SequencePages:
         return self._pages(self.written, self.named)
 
     def find_next(self, length: int) -> set[tuple[int, int]]:
-        """Returns the pages that the pool finds for the next token's page, each with its group. ``length``: of the
-        sequence."""
-        index, groups = self.computed // self._spec.page_size, range(len(self.tables))
-        if not self._pool.finds or (index + 1) * self._spec.page_size > length:
-            return set()
-        found = [(group, self._pool.find(group, self._digest(index))) for group in groups]
+        """Returns the pages that the pool finds for the next token's page, and for the first page that the tables lack,
+        each with its group.
+
+        They differ after a look-up, which leaves the last token of the pages that it has found to be computed.
+        ``length``: of the sequence.
+        """
+        size, groups = self._spec.page_size, range(len(self.tables))
+        indices = {self.computed // size, *map(len, self.tables)} if self._pool.finds else set()
+        full = [index for index in indices if (index + 1) * size <= length]
+        found = [(group, self._pool.find(group, self._digest(index))) for index in full for group in groups]
         return {(group, page) for group, page in found if page is not None}
 
     def extend(self, end: int) -> list[tuple[int, int, int]]:
