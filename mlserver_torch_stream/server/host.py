@@ -179,7 +179,8 @@ class ServerHost:
 
     def put_before_router(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
         """Makes the middleware the innermost layer of the app."""
-        self.router.middleware_stack = middleware(self.router.middleware_stack)
+        router: Any = self.router  # its annotation is narrower than an ASGI application
+        router.middleware_stack = middleware(router.middleware_stack)
 
     def before_listening(self, work: Callable[[], Awaitable[object]]) -> None:
         """Has ``work`` awaited while uvicorn starts the app, after the gRPC port and before the REST port is opened."""
