@@ -180,7 +180,7 @@ class ServerHost:
 
     def put_before_router(self, middleware: Callable[[ASGIApp], ASGIApp]) -> None:
         """Makes the middleware the innermost layer of the app."""
-        router: Any = self.router  # starlette has the attribute's type from its own method
+        router: Any = self.router  # its annotation is narrower than an ASGI application
         router.middleware_stack = middleware(router.middleware_stack)
 
     def before_listening(self, work: Callable[[], Awaitable[object]]) -> None:
