@@ -152,7 +152,7 @@ def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         "MLSERVER_USE_STRUCTURED_LOGGING": "true",
         "MLSERVER_TORCH_STREAM_LOG_PROMPTS": "true",
     }
-    with serve(folder / "models", [], environment=environment) as running:
+    with serve(folder / "models", [], environment=environment, forked=False) as running:
         yield running
 
 
