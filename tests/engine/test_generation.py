@@ -1,4 +1,6 @@
-"""Whatever a model's generation config asks for: the answer is that of ``generate``, or the load names it."""
+"""Whatever a model's generation config sets, the answer is that of ``generate``, or the load is refused and
+names it.
+"""
 
 from __future__ import annotations
 
