@@ -1,4 +1,6 @@
-"""Weights take as little of the GPUs as holds them, and more rather than to be moved at every step."""
+"""Weights take as small a share of the GPUs' memory as holds them, and more if they would otherwise move at
+every step.
+"""
 
 from __future__ import annotations
 
