@@ -37,7 +37,7 @@ _PICTURE = ROOT / "docs" / "images" / "goodput.svg"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds that a good request keeps, in milliseconds."""
+    """The bounds within which a request counts as good, in milliseconds."""
 
     ttft_ms: float
     pause_ms: float
@@ -48,7 +48,9 @@ BOUNDS = (Bounds(500.0, 100.0), Bounds(1000.0, 200.0), Bounds(2000.0, 400.0))
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a level: ``streams`` requests were in flight at any time. ``level_s`` is the level's duration."""
+    """One request of a level at which ``streams`` requests were in flight at any time. ``level_s`` is the level's
+    duration.
+    """
 
     server: str
     streams: int
@@ -148,7 +150,9 @@ _STYLE = """
 
 
 def picture(head: Mapping[str, Any], lines: Sequence[Line], bounds: Sequence[Bounds] = BOUNDS) -> str:
-    """Returns an SVG with a plot of goodput over streams for each of ``bounds``; dashed is the rate of all requests."""
+    """Returns an SVG with a plot of goodput over streams for each of ``bounds``; dashed lines show the rate of all
+    requests.
+    """
     streams = sorted({line.streams for line in lines})
     servers = list(dict.fromkeys(line.server for line in lines))
     whole = goodput(lines)
@@ -200,7 +204,7 @@ def picture(head: Mapping[str, Any], lines: Sequence[Line], bounds: Sequence[Bou
 
 
 def _described(lines: Sequence[Line], bounds: Sequence[Bounds]) -> str:
-    """Returns the numbers of the picture as text, for readers who do not see it."""
+    """Returns the numbers of the picture as text, for readers who cannot see it."""
     parts = []
     for limit in bounds:
         rates = goodput(lines, limit)

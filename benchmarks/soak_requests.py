@@ -1,7 +1,7 @@
-"""One short request to each endpoint of a server, in every spelling, each checked. Keeps no state of its own.
+"""One short request to each endpoint of a server, in the format of each API, each checked. Keeps no state of its own.
 
-Knows neither processes nor memory. A request returns the tokens that it generated. The connections stay open, and are
-Python's own ``http.client``: it takes a third of httpx's processor time, which the server has instead.
+Knows neither processes nor memory. A request returns the tokens that it generated. The connections stay open, and use
+Python's own ``http.client``: it needs a third of httpx's CPU time, which is left for the server.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _READ = (
 
 
 class WrongAnswer(Exception):
-    """An answer is not what the request asks for. The message has both."""
+    """An answer is not what the request asked for. The message has both."""
 
 
 class SoakClient:
