@@ -1,4 +1,6 @@
-"""Goodput of made-up answers, worked out by hand, its picture, and the sizes of installed distributions."""
+"""Goodput of made-up answers, compared with values computed by hand; its picture; and sizes of installed
+distributions.
+"""
 
 from __future__ import annotations
 

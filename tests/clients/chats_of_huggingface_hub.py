@@ -31,7 +31,7 @@ def main(url: str) -> None:
 
 
 def tool_loop(client: InferenceClient) -> None:
-    """Three turns, in which the client's own messages are sent back."""
+    """Runs three turns, and sends the client's own messages back."""
     tool = {"type": "function", "function": {"name": "Look", "parameters": Look.model_json_schema()}}
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "temperature": 1.0, "seed": 4}
     said: list[Any] = [{"role": "user", "content": "Where is it?"}]

@@ -30,7 +30,7 @@ def main(url: str) -> None:
 
 
 def tool_loop(model: OpenAILike) -> None:
-    """Three turns, in which the client's own messages are sent back."""
+    """Runs three turns, and sends the client's own messages back."""
     tool = FunctionTool.from_defaults(lambda **_: "no", name="Look", description="Looks.", fn_schema=Look)
     said = [ChatMessage(role="user", content="Where is it?")]
     for turn in range(3):

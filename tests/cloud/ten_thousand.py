@@ -1,4 +1,6 @@
-"""Ten thousand objects in memory behind a slow head: what was undelivered at most, and by how much the process grew."""
+"""Ten thousand objects in memory behind a slow first one: prints the most undelivered results and the
+process's growth.
+"""
 
 from __future__ import annotations
 
