@@ -1,4 +1,6 @@
-"""Without ``max_tokens`` an answer to messages may fill the context, and an answer to a prompt has 256 tokens."""
+"""Without ``max_tokens``, an answer to messages may fill the context, and an answer to a prompt has at most
+256 tokens.
+"""
 
 from __future__ import annotations
 
