@@ -1,4 +1,6 @@
-"""Pieces of a prompt while its stream lives: in time, told of its end at once, and the stream is left to its reader."""
+"""Pieces of a prompt while its stream lives: they arrive in time, its end is noticed at once, and its
+reader keeps it.
+"""
 
 from __future__ import annotations
 

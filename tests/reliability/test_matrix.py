@@ -104,10 +104,9 @@ def _is_part(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def faulty_servers(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Server]]:
-    """A server for each number of requests that share a step. Each endpoint has its own model, whose thirtieth step
-    fails.
+    """Yields a server for each number of requests that share a step; each endpoint has its own model there.
 
-    The retries of its halves fail as well, down to each request alone.
+    The model's thirtieth decode step fails, and so do the retries of its halves, down to each request alone.
     """
     found = {}
     with ExitStack() as stack:
