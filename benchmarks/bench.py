@@ -1,4 +1,4 @@
-"""``make bench``: our server under load, over REST and gRPC, beside another checkout's where ``--before`` names one.
+"""``make bench``: our server under load, over REST and gRPC; with ``--before``, also that of another checkout.
 
 ``--limits`` measures instead which share of this machine's memory speed and peak arithmetic the kernels reach.
 """

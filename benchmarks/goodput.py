@@ -1,10 +1,10 @@
-"""Goodput: the tokens per second of requests that keep bounds on their first token and on their longest pause.
+"""Goodput: the tokens per second of requests whose first token and whose longest pause stay within limits.
 
 python -m benchmarks.goodput --peers llama.cpp   measures our server and peers in turn, at 1 to 32 streams
 python -m benchmarks.goodput zen3                writes docs/images/goodput.svg from the lines of that chip
 
-Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other bounds need no new measurement. All
-servers run at the same time and are asked one after the other, level by level; an idle server uses no CPU.
+Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other limits need no new measurement. All
+servers run at the same time and get requests one after the other, level by level; an idle server uses no CPU.
 """
 
 from __future__ import annotations

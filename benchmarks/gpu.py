@@ -1,13 +1,14 @@
-"""``make bench-gpu``: what only a GPU can show, with whole engines; docs/gpu.md says which of it has been shown.
+"""``make bench-gpu``: measures whole engines on a GPU; docs/gpu.md says which results have been shown.
 
     python -m benchmarks.gpu [--checks tokens streams …] [--shape 1.5B] [--seconds 2] [--limit 540] [--json FILE]
 
-Runs the product's own load and engine over a random Llama, whose tokens mean nothing and are as comparable as any. Its
-weights are made on the GPU. The load itself compares the forward with the model's own logits. A check that finds wrong
-tokens ends the script with status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
+Runs the product's own load and engine over a random Llama, whose tokens mean nothing but can be compared. Its weights
+are made on the GPU. The load itself compares the forward with the model's own logits. A check that finds wrong tokens
+ends the script with status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
 
-It is fit for a first run on a machine that has torch 2.11 or later and this package's engine, and neither MLServer nor
-a network: each line is written to ``--json`` when it is known, and after ``--limit`` seconds no further check begins.
+It needs torch 2.11 or later and this package's engine, but neither MLServer nor a network, so that it suits a first run
+on a new machine: each line is written to ``--json`` when it is known, and after ``--limit`` seconds no further check
+begins.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Pieces of a prompt while its stream lives: they arrive in time, its end is noticed at once, and its
-reader keeps it.
+"""Pieces of a prompt: a late one is a timeout, the end of the stream is noticed, and later the reader owns
+the stream.
 """
 
 from __future__ import annotations

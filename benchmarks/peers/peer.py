@@ -1,4 +1,4 @@
-"""A server of another project: how its environment is made, how it is started, and how it is asked.
+"""A server of another project: how its environment is made, how it is started, and how requests are sent to it.
 
 All files of a peer are in a separate folder outside the project.
 """

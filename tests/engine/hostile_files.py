@@ -165,7 +165,7 @@ def fuzz(strategy: st.SearchStrategy[bytes], examples: int, file: Path, place: P
 
 
 def main(folder: Path, gguf_file: Path, examples: int) -> None:
-    """``folder`` and ``gguf_file`` hold whole models."""
+    """``folder`` and ``gguf_file`` contain valid models."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     whole, scratch = gguf_file.read_bytes(), Path(tempfile.mkdtemp(dir=folder.parent))
     file, cache = scratch / "hostile.gguf", scratch / "cache"

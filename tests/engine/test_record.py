@@ -33,7 +33,7 @@ print(*loaded(Path(sys.argv[1]), Path(sys.argv[2]))[1])
 
 
 def loaded(model: Path, cache: Path, **extra: object) -> tuple[PreparedModel, dict[str, int]]:
-    """Returns the prepared model of a load, and how often each check of the weights ran."""
+    """Returns the prepared model of a load, and the counts of loads by the reason why the weights were checked."""
     resolved = parse_settings(str(model), {"cache_dir": str(cache), **extra}, environ={})
     resources = ProcessResources()
     return prepare(locate_packed(resolved) or locate(resolved), ModelLoad(resolved, 1, resources)), resources.checks

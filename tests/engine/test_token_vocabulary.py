@@ -1,4 +1,4 @@
-"""llguidance gets the same vocabulary from the model's tokenizer as from llguidance's own conversion."""
+"""llguidance gets the same vocabulary from the model's tokenizer as from a copy of that tokenizer."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def openai_body(raw: bytes) -> bytes:
 
 
 def openai_events(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The events of a stream, each as soon as it is whole."""
+    """Yields the events of a stream, each as soon as it is complete."""
     for number, event in enumerate(_scan(chunks)):
         message = _object(event.decode().removeprefix(_PREFIX).encode())
         try:
@@ -187,7 +187,7 @@ def _first_element(reply: Mapping[str, Any], name: str) -> str:
 
 
 def _made_up(reply: Mapping[str, Any], kind: str, key: str) -> dict[str, Any]:
-    """The object of a reply without ``output_all``: it has no finish reason, no usage and no time."""
+    """Returns an object for a reply without ``output_all``: it has no finish reason, no usage and no time."""
     message = {name: _first_element(reply, name) for name in ("role", "content")}
     head = {"id": _string(reply.get("id"), "id"), "model": _string(reply.get("model_name"), "model_name")}
     return {**head, "created": 0, "object": kind, "choices": [{"index": 0, key: message}]}

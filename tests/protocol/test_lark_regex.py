@@ -1,4 +1,4 @@
-"""A Lark grammar that is a single regular expression becomes a pattern for the library of constraints."""
+"""A Lark grammar becomes one regular expression, which the library of constraints accepts as a pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``import-mar``: what it writes is served, what it cannot carry over is named."""
+"""``import-mar``: MLServer serves what it writes, and it names what it cannot carry over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``serve-torchserve``: what a model store and a config.properties say is what MLServer is told."""
+"""``serve-torchserve``: MLServer gets the settings that a model store and a config.properties define."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Manag
 
 
 def test_a_path_is_that_of_the_request_line_and_quoted_in_the_log(api: Management) -> None:
-    """Neither the header Host nor text after an encoded question mark in the path changes it."""
+    """The header Host does not change it, and an encoded question mark belongs to the path."""
     for host in ("x/models/started#", "[", "x?"):
         assert api.done("GET", "/models", headers={"host": host})["models"]
     for path in ("/models%3Fx", "/mo%0Adels", "/models/started%3Fx"):

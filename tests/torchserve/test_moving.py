@@ -75,7 +75,7 @@ class _Reader:
         self._server = self._servers.enter_context(running)
 
     def _run(self, block: Block) -> None:
-        """Runs a block. If it starts a server, waits until the server is ready, before the next block runs."""
+        """Runs a block. If it ends with the start of a server, checks a prediction of that server, and stops it."""
         code = block.code
         if "mlserver start " in code:
             code, _, folder = code.partition("mlserver start ")
