@@ -48,8 +48,9 @@ BOUNDS = (Bounds(500.0, 100.0), Bounds(1000.0, 200.0), Bounds(2000.0, 400.0))
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a level at which ``streams`` requests were in flight at any time. ``level_s`` is the level's
-    duration.
+    """One request of a level at which ``streams`` requests were in flight at any time.
+
+    ``level_s`` is the level's duration.
     """
 
     server: str
@@ -150,9 +151,7 @@ _STYLE = """
 
 
 def picture(head: Mapping[str, Any], lines: Sequence[Line], bounds: Sequence[Bounds] = BOUNDS) -> str:
-    """Returns an SVG with a plot of goodput over streams for each of ``bounds``; dashed lines show the rate of all
-    requests.
-    """
+    """Returns an SVG with a plot of goodput for each of ``bounds``; dashed lines show the rate of all requests."""
     streams = sorted({line.streams for line in lines})
     servers = list(dict.fromkeys(line.server for line in lines))
     whole = goodput(lines)

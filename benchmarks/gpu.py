@@ -93,9 +93,7 @@ class Bench:
             built.shutdown()
 
     def split(self, places: list[str]) -> dict[str, str]:
-        """Returns a device map with the layers in equal parts over the places, and everything else on the first or last
-        place.
-        """
+        """Returns a device map: the layers in equal parts, everything else on the first or last place."""
         at = {f"model.layers.{i}": places[i * len(places) // self.layers] for i in range(self.layers)}
         first, last = places[0], places[-1]
         return {"model.embed_tokens": first, "model.rotary_emb": first, **at, "model.norm": last, "lm_head": last}
@@ -255,9 +253,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
 
 
 def save_model(folder: Path, shape: Shape, vocabulary: int, device: str) -> None:
-    """Makes random weights on the device, in bfloat16, and writes them with a tokenizer of the same number
-    of tokens.
-    """
+    """Makes random bfloat16 weights on the device, and writes them with a tokenizer of as many tokens."""
     torch.manual_seed(0)
     config = llama_config(shape, vocabulary, initializer_range=0.1)  # far from ties
     with torch.device(device):

@@ -111,9 +111,7 @@ def _fields(made: Any) -> Iterator[Any]:
 
 
 async def _serve_while(folder: Path, work: Callable[[str, str], None]) -> None:
-    """Runs MLServer on this thread, which its signals need, and ``work`` on another thread with the ports'
-    addresses.
-    """
+    """Runs MLServer on this thread, as its signals need, and ``work`` with the ports' addresses on another."""
     http_port, grpc_port, metrics_port = free_ports(3)
     given = {"host": HOST, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "debug": False}
     given |= {"parallel_workers": 0, "model_repository_implementation": "mlserver_torch_stream.GuardedModelRepository"}
@@ -150,9 +148,7 @@ def _stream_over_grpc(address: str) -> None:
 
 
 def _infer_object(folder: str, endpoint: ServerEndpoint) -> None:
-    """Runs a cloud run over the one object in the folder; its batches go to this server as to a command's child
-    process.
-    """
+    """Runs a cloud run over the one object in the folder, whose batches go to this server."""
 
     async def infer() -> None:
         async for result in stream(CloudRun(folder), endpoint):

@@ -32,9 +32,7 @@ class Run:
     cells: dict[Cell, dict[str, Any]] = field(default_factory=dict)
 
     def as_result(self) -> dict[str, Any]:
-        """Returns the head and all cells by server, endpoint and case, with the best, the median and all values of the
-        sweeps.
-        """
+        """Returns the head and all cells by server, endpoint and case: best, median and all values of the sweeps."""
         servers: dict[str, dict[str, Any]] = {}
         for name, versions in self.head.get("servers", {}).items():
             servers[name] = {"name": name, "versions": versions, "cases": {}, "failures": {}, START: []}
@@ -54,9 +52,7 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Raises ValueError for a line that cannot be read, except the last, which a killed command may have left
-    incomplete.
-    """
+    """Raises ValueError for a line that cannot be read, except the last, which a killed command may have cut."""
     runs: dict[str, Run] = {}
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     for number, text in enumerate(filter(None, lines), 1):

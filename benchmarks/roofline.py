@@ -19,9 +19,7 @@ _CASE = re.compile(r"c(?P<streams>\d+)|p(?P<prompt>\d+)")
 
 @dataclass(frozen=True)
 class Limits:
-    """``read`` is bytes per second, ``peaks`` operations per second of each unit, 0 if there is none; both for all
-    threads.
-    """
+    """``read`` is bytes per second, ``peaks`` operations per second of each unit (0: no unit), for all threads."""
 
     read: float
     peaks: Mapping[str, float]
@@ -49,8 +47,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Model:
-    """A dense decoder. ``projections`` and ``head`` are the numbers of weights in the layers' products and in the last
-    one.
+    """A dense decoder.
+
+    ``projections`` and ``head`` are the numbers of weights in the layers' products and in the last one.
     """
 
     projections: int

@@ -56,8 +56,9 @@ BITS = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.6}  # of a weight, in 
 
 @contextmanager
 def written(name: str, folder: Path, tokenizer: Path) -> Iterator[Path]:
-    """Yields the folder of a bfloat16 model of the shape, below ``folder``. Removes it, and what peers made of it, at
-    the end.
+    """Yields the folder of a bfloat16 model of the shape, below ``folder``.
+
+    Removes it, and what peers made of it, at the end.
     """
     place = folder / "models" / f"llama-{name}"
     try:

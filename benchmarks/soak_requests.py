@@ -88,8 +88,9 @@ class SoakClient:
         self._channel.close()
 
     def _ask(self, method: str, path: str, body: Any = None, kind: str = "application/json", status: int = 200) -> str:
-        """Returns the text of the answer. ``body`` is bytes, or an object for JSON. Raises WrongAnswer for another
-        status.
+        """Returns the text of the answer.
+
+        ``body`` is bytes, or an object for JSON. Raises WrongAnswer for another status.
         """
         if self._http.sock is not None and select([self._http.sock], [], [], 0)[0]:
             self._http.close()  # the server has closed it, as it does where a client is silent for some seconds

@@ -74,9 +74,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """If tests run in several processes, all tests that share servers or a module's fixtures run in the
-    same process.
-    """
+    """If tests run in several processes, those that share servers or a module's fixtures run in the same one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRoom(LoadScopeScheduling):

@@ -1,6 +1,4 @@
-"""Pieces of a prompt: a late one is a timeout, the end of the stream is noticed, and later the reader owns
-the stream.
-"""
+"""Pieces of a prompt: a late one is a timeout, the stream's end is noticed, and its reader gets it at last."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ _LOADS_TORCH_OR_MLSERVER = ("engine", "server", "runtime", "generation", "loadin
 
 
 def _tables() -> list[list[tuple[str, str]]]:
-    """Returns the rows of each table below the page's heading "Imports", as (first cell, second cell), without their
-    heads.
-    """
+    """Returns the rows of each table below the heading "Imports", as (first cell, second cell), without heads."""
     page = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = page.partition("\n## Imports\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
@@ -167,9 +165,7 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
 
 
 def _folders(module: str) -> list[str]:
-    """Returns the folders that contain the module, from the innermost to that of the table; otherwise the module
-    itself.
-    """
+    """Returns the folders that contain the module, from the innermost to that of the table, or else the module."""
     room = _room(module) or ""
     parents = [str(parent) for parent in PurePosixPath(module, "x").parents[:-1]]
     folders = parents if _PATHS[module].name == "__init__.py" else parents[1:]

@@ -42,8 +42,9 @@ def installed() -> dict[str, Requirement]:
 
 
 def licence(name: str) -> str:
-    """Returns the licence expression, or else the classifiers, or else the older field. Empty if the metadata states
-    none.
+    """Returns the licence expression, or else the classifiers, or else the older field.
+
+    Empty if the metadata states none.
     """
     if name in _BY_FILE:
         return _BY_FILE[name][0]

@@ -25,9 +25,7 @@ CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 
 
 class Echo:
-    """Models: those in ``names`` are loaded, and each answers with the row's own words after ``before`` has
-    returned.
-    """
+    """Each model in ``names`` is loaded, and answers with the row's own words after ``before`` has returned."""
 
     def __init__(self, *names: str) -> None:
         self.names = set(names)

@@ -95,9 +95,7 @@ def test_turns_and_a_batch_have_figures_of_their_own(live: Live, prompts: Prompt
 
 @pytest.mark.long
 def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) -> None:
-    """The tiny model may finish the others before a busy client has read their first chunks; then the case
-    runs again.
-    """
+    """The tiny model may finish the others before a busy client reads their first chunks; the case then runs again."""
     case = Case("c3+p100", replace(QUICK, running_new_tokens=800), prompts)
     found = []
     for sweep in range(10):

@@ -1,6 +1,4 @@
-"""Figures of made-up answers, compared with values computed by hand, and the least time that a machine needs for a
-step.
-"""
+"""Figures of made-up answers, against values computed by hand, and the least time of a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Goodput of made-up answers, compared with values computed by hand; its picture; and sizes of installed
-distributions.
-"""
+"""Goodput of made-up answers, against values computed by hand; its picture; and installed sizes."""
 
 from __future__ import annotations
 

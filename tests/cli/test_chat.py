@@ -1,6 +1,4 @@
-"""The terminal chat, with piped input, against a scripted server: history, errors, commands, and how
-answers are shown.
-"""
+"""The terminal chat, piped, with a scripted server: history, errors, commands, and how answers are shown."""
 
 from __future__ import annotations
 

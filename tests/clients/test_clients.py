@@ -70,9 +70,7 @@ class Clients:
         return _addresses(server)
 
     def _more(self, row: Row, servers: ExitStack) -> dict[str, str]:
-        """Returns what only this client needs: a server that is loading, or Seldon's proxy before models with Seldon's
-        names.
-        """
+        """Returns what only this client needs: a server that is loading, or Seldon's proxy and models named for it."""
         folder = self._folder / f"for-{row.key}"
         if row.key == "openai":
             folder.mkdir()

@@ -1,6 +1,4 @@
-"""lm-evaluation-harness gets the same scores of the embedded model over `local-completions` as from its own backend
-`hf`.
-"""
+"""lm-evaluation-harness gets the same scores over `local-completions` as from its own backend `hf`."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ def test_tool_loops_of_nodes_clients(client: str, server: Server, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def agents_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose model has a context long enough for an agent's instructions, and samples answers that end by
-    themselves.
-    """
+    """A server whose model has a context for an agent's instructions, and samples answers that end by themselves."""
     folder = tmp_path_factory.mktemp("agents")
     long = folder / "long"
     shutil.copytree(tiny_model, long)

@@ -32,8 +32,9 @@ def _unary_and_streamed(stub: inference_pb2_grpc.InferenceAPIsServiceStub) -> No
 
 
 def _sequence(stub: inference_pb2_grpc.InferenceAPIsServiceStub) -> None:
-    """A thread reads answers while requests are sent. The sequence is named after the address, since its state
-    persists.
+    """A thread reads answers while requests are sent.
+
+    The sequence is named after the address, since its state persists.
     """
     requests: queue.Queue[object] = queue.Queue()
     answers: queue.Queue[bytes] = queue.Queue()

@@ -146,9 +146,7 @@ def errors_in_a_stream(url: str) -> None:
 
 @feature("retries")
 def retries_after_429(url: str) -> None:
-    """Of four long answers, one runs and one waits; refused requests are retried after the time that the
-    server says.
-    """
+    """Of four long answers, one runs and one waits; refused requests are retried when the server says."""
     options: dict[str, Any] = {"model": "narrow", "messages": QUESTION, "max_tokens": 60, "extra_body": _IGNORE_EOS}
     client = _client(url, max_retries=50)
     answers = crowd(lambda _: client.chat.completions.with_raw_response.create(**options))
@@ -158,8 +156,9 @@ def retries_after_429(url: str) -> None:
 
 @feature("retries")
 def retries_after_503(_: str) -> None:
-    """A model that is loading refuses with 503. The SDK retries after the time that the server says, and gets its
-    answer.
+    """A model that is loading refuses with 503.
+
+    The SDK retries after the time that the server says, and gets its answer.
     """
     options: dict[str, Any] = {"model": "gated", "messages": QUESTION, "max_tokens": 5, "extra_body": _IGNORE_EOS}
     url, gate = GIVEN["loading"], Path(GIVEN["gate"])

@@ -89,9 +89,7 @@ def errors(url: str) -> None:
 
 @feature("retries")
 def retries(url: str) -> None:
-    """More requests than fit are refused with 429; the SDK waits for the time that the server says, and gets its
-    answers.
-    """
+    """More requests than fit are refused with 429; the SDK waits as long as the server says, and gets its answers."""
     refused = 0
 
     def ask(retries: int) -> str:

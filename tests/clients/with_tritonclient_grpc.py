@@ -54,8 +54,9 @@ class _Stream:
         self._client.async_stream_infer(model, inputs or [_tensor()], request_id=name, **asked)
 
     def read(self, count: int) -> tuple[dict[str, list[Any]], list[str], list[str]]:
-        """Waits until ``count`` requests have ended. Returns their results, the errors, and the ids in the order of the
-        results.
+        """Waits until ``count`` requests have ended.
+
+        Returns their results, the errors, and the ids in the order of the results.
         """
         found: dict[str, list[Any]] = {}
         errors: list[str] = []
@@ -117,9 +118,7 @@ def prompts(target: str) -> None:
 
 @feature("prompts, streamed")
 def prompts_streamed(target: str) -> None:
-    """Sends several requests at the same time on one stream; one of them is wrong, and the stream continues after its
-    error.
-    """
+    """Sends several requests at once on one stream; one of them is wrong, and the stream continues after its error."""
     whole = _text([_infer(target)])
     with triton.InferenceServerClient(target) as client:
         stream = _Stream(client)

@@ -19,9 +19,7 @@ def tar(members: Iterable[tuple[str, bytes]], mode: str = "w:gz", form: int = ta
 
 
 def reviews(count: int) -> bytes:
-    """Returns a CSV table whose third column is a text with a comma, a quote and, in each tenth record, a
-    line break.
-    """
+    """Returns a CSV table whose third column has a comma, a quote and, in each tenth record, a line break."""
     lines = [
         f'"{i % 2 + 1}","title {i}","text {i}, ""quoted""{chr(10) if i % 10 == 0 else " "}end"' for i in range(count)
     ]

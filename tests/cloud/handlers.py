@@ -58,9 +58,7 @@ def predictions(row: dict[str, Any]) -> list[Any]:
 
 
 def counted(key: str, body: bytes, chunk: int | None = None) -> list[tuple[Any, ...]]:
-    """Returns what ``COUNT`` answers for an object: for each chunk its size and checksum, and the headers
-    it was given.
-    """
+    """Returns what ``COUNT`` answers for an object: each chunk's size, checksum, and headers."""
     size = chunk or len(body) or 1
     starts = list(range(0, len(body), size)) or [0]
     return [

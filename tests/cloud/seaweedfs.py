@@ -61,9 +61,7 @@ def seaweedfs(program: str, folder: Path, bucket: str) -> Iterator[dict[str, str
 
 @contextmanager
 def s3_server(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
-    """Yields the store options with which ``bucket`` is reached: in SeaweedFS if ``weed`` is on the PATH,
-    else in moto.
-    """
+    """Yields the store options for ``bucket``: in SeaweedFS if ``weed`` is on the PATH, else in moto."""
     program = shutil.which("weed")
     if program is not None:
         with seaweedfs(program, folder, bucket) as options:

@@ -30,9 +30,7 @@ def made(start: int, end: int) -> Iterator[bytes]:
 
 @dataclass
 class SparseBucket:
-    """``objects`` has for each key its bytes, or the size of a large object; ``versions`` the version of
-    replaced keys.
-    """
+    """``objects`` has each key's bytes, or the size of a large object; ``versions`` those of replaced keys."""
 
     objects: dict[str, bytes | int] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)

@@ -1,6 +1,4 @@
-"""Ten thousand objects in memory behind a slow first one: prints the most undelivered results and the
-process's growth.
-"""
+"""Ten thousand objects behind a slow first one: prints the most undelivered results and the memory's growth."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rare cases: a cancelled model or connection, byte order marks, objects that stand for folders, incomplete
-characters.
-"""
+"""Rare cases: cancelled models or connections, byte order marks, objects as folders, incomplete characters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The engine in this process as the callable: what it answers and refuses, and that texts do not depend on
-the batch.
-"""
+"""The engine in this process as the callable: its answers and refusals, and texts independent of the batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""After kill -9 at any moment, the same command again completes the output of an undisturbed run, and infers nothing
-twice.
-"""
+"""After kill -9 at any moment, the same command completes the same output, and infers nothing twice."""
 
 from __future__ import annotations
 

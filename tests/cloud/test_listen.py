@@ -295,9 +295,7 @@ def test_a_listener_whose_output_another_has_taken_over_accepts_nothing_and_ends
 
 
 def sns_verifier(url: str, authority: str) -> SnsVerifier:
-    """Returns a verifier of the topic's messages, with certificates from ``url``, whose host ``authority`` has
-    certified.
-    """
+    """Returns a verifier of the topic's messages; ``authority`` has certified the certificates' host ``url``."""
     tls = ssl.create_default_context(cafile=authority)
     return SnsVerifier([_TOPIC], re.compile(re.escape(url.removeprefix("https://"))), tls)
 

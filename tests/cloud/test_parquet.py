@@ -32,9 +32,7 @@ _PROMPT = Tables((Column("question", "prompt"), Column("id", "custom_id")), arch
 
 
 def _file(count: int, group: int = 10, filler: int = 0, **columns: Any) -> bytes:
-    """Returns a file of ``count`` questions in groups of ``group`` rows, with a column of ``filler`` bytes
-    in each row.
-    """
+    """Returns a file of ``count`` questions in groups of ``group`` rows, with ``filler`` further bytes in each row."""
     table = {
         "id": [f"r{i}" for i in range(count)],
         "filler": [bytes(filler)] * count,

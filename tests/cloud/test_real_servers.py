@@ -71,9 +71,7 @@ def test_seaweedfs(tmp_path: Path, server: ModelServer) -> None:
 
 @pytest.mark.slow
 def test_fake_gcs_server(tmp_path: Path, server: ModelServer) -> None:
-    """Tests reads only: up to version 1.54 at least, it refuses the writes of GCS's XML API, which tests/cloud/gcs.py
-    accepts.
-    """
+    """Tests reads only: up to 1.54 at least, it refuses the XML API's writes, which tests/cloud/gcs.py accepts."""
     program = _program("fake-gcs-server")
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -122,9 +122,7 @@ def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once
 def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
     aws: dict[str, str], bucket: str, queue: str, server: ModelServer, tmp_path: Path, capsys: Any
 ) -> None:
-    """An object that may not be read has a result with the error, and the status is 1; a deleted object has
-    no result.
-    """
+    """An object that may not be read has a result with the error, and the status is 1; a deleted one has none."""
     _put(bucket, {"in/denied.txt": b"secret", "in/gone.txt": b"tidied", "in/good.txt": b"hello"})
     watch = ("watch", "--input", f"s3://{bucket}/in", "--output", tmp_path / "out", "--queue", queue)
     with faulty_server({f"/{bucket}/in/good.txt": b"hello"}) as objects:

@@ -53,9 +53,7 @@ def llm_container() -> dict[str, Any]:
 
 
 def llm_environment(service: str = LLM_SERVICES[0]) -> Environment:
-    """Returns the environment of the LLMInferenceService's container ``main``: its own variables override those of its
-    base.
-    """
+    """Returns the environment of the LLMInferenceService's container ``main``, with that of its base."""
     spec = load(service)["spec"]
     (own,) = spec["template"]["containers"]
     merged = {**environment(llm_container()), **environment(own)}

@@ -1,6 +1,4 @@
-"""The image: its Dockerfile passes a linter, copies existing files and fits the manifests; its steps make a streaming
-server.
-"""
+"""The image: its Dockerfile passes a linter, copies existing files, fits the manifests, and makes a server."""
 
 from __future__ import annotations
 
@@ -169,9 +167,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def _answering(status: int, context: ssl.SSLContext | None = None) -> Iterator[dict[str, str]]:
-    """Runs a server that answers with this status, and yields the variables of a container in which it stands for
-    MLServer.
-    """
+    """Runs a server that answers with this status, and yields variables with which it stands for MLServer."""
     handler = type("_Handler", (_Answer,), {"status": status})
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         if context is not None:
@@ -216,9 +212,7 @@ def test_the_dockerfile_lints_clean(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a root file system and enter it")
 @pytest.mark.skipif(bool(_LACKING), reason=f"not installed: {', '.join(_LACKING)}")
 def test_buildah_makes_an_image_of_the_dockerfile_that_streams(tiny_model: Path, tmp_path: Path) -> None:
-    """Takes minutes: it downloads Debian, compiles the kernels, and installs torch from the same index as ``make
-    install``.
-    """
+    """Takes minutes: downloads Debian, compiles kernels, and installs torch from the index of ``make install``."""
     options = ["--build-arg", f"TORCH_INDEX={os.environ.get('TORCH_INDEX', '')}"]
     prove = [sys.executable, "-m", "deploy.image.prove", "--work", str(tmp_path), "--model", str(tiny_model)]
     done = subprocess.run(

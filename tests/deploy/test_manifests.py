@@ -51,9 +51,7 @@ def validators() -> Validators:
 
 
 def _closed(schema: Any) -> Any:
-    """Returns the schema for jsonschema: without unknown fields, and with integers or strings where Kubernetes accepts
-    both.
-    """
+    """Returns the schema for jsonschema: no unknown fields, integers or strings where Kubernetes accepts both."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):

@@ -280,9 +280,7 @@ def _load(server: Server, name: str) -> httpx.Response:
 
 
 def _leave_model(source: Path, folder: Path, name: str, uri: str) -> None:
-    """Writes a model as the agent does: a name that includes the version, the version's folder, and
-    model-settings.json.
-    """
+    """Writes a model as the agent does: its name with the version, the version's folder, and model-settings.json."""
     shutil.copytree(source, folder)
     settings = {
         "name": name,

@@ -87,9 +87,7 @@ async def together(engine: EngineCore, requests: list[tuple[tuple[int, ...], int
 
 
 def before_each_forward(engine: EngineCore, act: Callable[[Batch], None]) -> None:
-    """Calls ``act`` with the batch before each forward of a continuous batcher, in the thread that computes the
-    forward.
-    """
+    """Calls ``act`` with the batch before each forward of a continuous batcher, in the forward's thread."""
     batcher = engine._batcher
     assert isinstance(batcher, ContinuousBatcher)
     forward: Forward = batcher._forward

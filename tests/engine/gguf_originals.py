@@ -143,8 +143,9 @@ def make_original(name: str, **sizes: int) -> Any:
 
 
 def write_original(model: Any, path: Path, kind: str = "F32", change: Callable[[Any], None] | None = None) -> Path:
-    """Writes the model's GGUF file, with matrices in the format ``kind``. ``change`` is called with the writer before
-    it writes.
+    """Writes the model's GGUF file, with matrices in the format ``kind``.
+
+    ``change`` is called with the writer before it writes.
     """
     config = model.config
     name = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)

@@ -58,9 +58,7 @@ def check(model: PreTrainedModel, way: Way, page_size: int, answers: Answers, ch
 
 
 def joins_and_leaves(driver: PageDriver, right: Right) -> None:
-    """Computes prompts in chunks of several sizes beside decoding, in changing orders, and two answers to
-    one prompt.
-    """
+    """Computes chunks of prompts, of several sizes, beside decoding in changing orders; two answers to one prompt."""
     a, b, c, d, e = (driver.join(prompt_of(length, seed)) for seed, length in enumerate((5, 17, 3, 23, 1)))
     driver.step([(a, 5), driver.some(b, 7)])
     driver.step([(a, 1), driver.some(b, 6), (c, 3)])
@@ -93,9 +91,7 @@ def goes_on_after_a_preemption(driver: PageDriver, right: Right) -> None:
 
 
 def shares_a_beginning(driver: PageDriver, right: Right) -> None:
-    """At every page boundary, one sequence shares all pages before it with another, and computes its
-    remaining tokens.
-    """
+    """At every page boundary, a sequence shares all pages before it with another, and computes the others."""
     begin = list(prompt_of(COMMON, 6))
     first = driver.join([*begin, 1, 2, 3], keeps=True)
     driver.step([(first, 20)])

@@ -28,8 +28,9 @@ class Held:
 
 
 class PageBook:
-    """Assigns pages to sequences, which are named by strings. Fills all free pages with NaN, also those behind a
-    window.
+    """Assigns pages to sequences, which are named by strings.
+
+    Fills all free pages with NaN, also those behind a window.
     """
 
     def __init__(self, model: PreTrainedModel, page_size: int = 16, pages: int = 128, slots: int = 0) -> None:
@@ -42,9 +43,7 @@ class PageBook:
         self._free = [random.Random(group).sample(range(pages), pages) for group in range(len(self.groups))]
 
     def batch(self, work: Mapping[str, Sequence[int]], wanted: int | Mapping[str, int] = 1) -> Batch:
-        """Returns a batch with new tokens of new or existing sequences; ``wanted`` is the number of last tokens that
-        need logits.
-        """
+        """Returns a batch with new tokens of new or existing sequences; the last ``wanted`` of them need logits."""
         wants = dict.fromkeys(work, wanted) if isinstance(wanted, int) else wanted
         for name in work:
             self.held.setdefault(name, Held(self.no_pages()))
@@ -62,9 +61,7 @@ class PageBook:
         return dict(zip(work, rows, strict=True))
 
     def share(self, name: str, other: str, tokens: int) -> None:
-        """Begins a sequence that shares the pages of another's first ``tokens``, whether or not they are
-        computed yet.
-        """
+        """Begins a sequence that shares the pages of another's first ``tokens``, computed yet or not."""
         self.held[name] = Held(self.no_pages())
         self.take_over(self.held[name], self.held[other], tokens)
 
@@ -81,9 +78,7 @@ class PageBook:
         return BatchSequence(tuple(ids), held.computed, held.tables, wanted, held.slot)
 
     def advance(self, held: Held, tokens: int, drafts: int = 0) -> None:
-        """Counts tokens as computed, and frees pages behind the window; the last ``drafts`` of the tokens may be
-        rejected.
-        """
+        """Counts tokens as computed, with ``drafts`` that may be rejected, and frees pages behind the window."""
         held.computed += tokens
         for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
             passed = 0 if held.keeps else group.oldest_seen(held.computed - drafts) // self.page_size
@@ -130,8 +125,9 @@ class PageBook:
 def prefilled(
     forward: Forward, model: PreTrainedModel, ids: Sequence[int], chunk: int, page_size: int = 16
 ) -> tuple[torch.Tensor, PageBook]:
-    """Computes a prompt in chunks. Returns the logits of its last token, and its pages, which belong to the sequence
-    "row".
+    """Computes a prompt in chunks.
+
+    Returns the logits of its last token, and its pages, which belong to the sequence "row".
     """
     book = PageBook(model, page_size, pages=2 + len(ids) // page_size + 64 // page_size)
     for first in range(0, len(ids), chunk):

@@ -275,9 +275,7 @@ class ModelledEngine:
         self.leave([part.sequence for part in flight.plan.parts])
 
     def retry(self, flight: _InFlight, culprit: int) -> None:
-        """After a failure, runs each sequence alone, or computes all of them again, for example because states may have
-        advanced.
-        """
+        """After a failure, runs each sequence alone, or computes all again, as states may have advanced."""
         parts = flight.plan.parts
         guilty = parts[culprit % len(parts)].sequence.request
         guilty.finish(FinishReason.ERROR)

@@ -36,9 +36,7 @@ class EndlessLlama(LlamaForCausalLM):
 
 @pytest.fixture
 def endless(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model folder whose own code adds weights without end, after it has created the file ``arrived`` beside the
-    folder.
-    """
+    """A model folder whose own code adds weights without end, and creates the file ``arrived`` beside the folder."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "endless"))
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "endless.EndlessLlama"}

@@ -1,6 +1,4 @@
-"""Checkpoints whose files contradict each other are refused before the model is built, and the error names
-the weights.
-"""
+"""Checkpoints whose files contradict each other are refused by weight name before the model is built."""
 
 from __future__ import annotations
 

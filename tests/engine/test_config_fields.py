@@ -1,6 +1,4 @@
-"""For any value of any field that a config's class declares, the kernels give the model's logits or do not run the
-model.
-"""
+"""For any value of any field that a config declares, the kernels give the model's logits or refuse the model."""
 
 from __future__ import annotations
 

@@ -167,9 +167,7 @@ def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins(monkeyp
 
 
 def test_a_slow_compilation_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds with one thread, too: while it is busy with a slow compilation, one spare thread compiles
-    the others.
-    """
+    """Even with one thread: while it is busy with a slow compilation, a spare thread compiles the others."""
     monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 0.05)
     threads: CompileThreads[int] = CompileThreads(1)
     held = threading.Event()

@@ -1,6 +1,4 @@
-"""Models whose positions change at a length: by default the context ends there; longer contexts use the
-long positions.
-"""
+"""Models whose positions change at a length: by default the context ends there; longer ones use the long positions."""
 
 from __future__ import annotations
 

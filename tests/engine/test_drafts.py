@@ -31,9 +31,7 @@ PROMPT = prompt_of(9, 1)
 
 
 class Told(PromptLookup):
-    """Drafts the next four tokens of the known answer to each prompt, with wrong tokens at the positions where
-    ``wrong`` is true.
-    """
+    """Drafts the next four tokens of the known answers, with wrong tokens at positions where ``wrong`` is true."""
 
     def __init__(
         self, answers: dict[tuple[int, ...], Sequence[int]], wrong: Callable[[int], bool] = lambda position: False

@@ -110,8 +110,9 @@ def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
 
 
 def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -> None:
-    """A prompt that comes in pieces is refused at the piece that exceeds the cache. It would otherwise never be
-    admitted.
+    """A prompt that comes in pieces is refused at the piece that exceeds the cache.
+
+    It would otherwise never be admitted.
     """
 
     async def scenario(engine: EngineCore) -> None:

@@ -1,6 +1,4 @@
-"""An error in the model fails only the requests concerned; if the engine's thread dies, all streams end
-with an error.
-"""
+"""An error in the model fails only the requests concerned; if the thread dies, all streams end with an error."""
 
 import asyncio
 import threading
@@ -281,9 +279,7 @@ def test_no_memory_for_the_pages_of_the_first_step_ends_its_requests_alone(
 
 
 def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTrainedModel, watch: Watch) -> None:
-    """Two prompts with the same beginning come in one step: the second reads pages that the first one's
-    chunk writes.
-    """
+    """Two prompts with the same beginning come in one step: the second reads pages that the first one writes."""
     shared = prompt_of(40, 3)
     expected = reference(model, (*shared, 7), 12)
 

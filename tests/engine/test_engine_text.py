@@ -36,9 +36,7 @@ async def events_of(engine: EngineCore, prompt: tuple[int, ...], params: Samplin
 
 
 def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
-    """A function for ``Watch.fail``: each forward waits until the readers on the loop have received all
-    earlier events.
-    """
+    """For ``Watch.fail``: each forward waits until the readers on the loop have received all earlier events."""
 
     async def turns() -> None:
         for _ in range(3):

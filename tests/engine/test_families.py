@@ -68,9 +68,7 @@ async def beginning_alike(engine: EngineCore, prompts: list[list[int]], count: i
 @pytest.mark.long
 @fast("llama", "gemma3_text", "bloom", "qwen3_next", "jamba")
 def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(family: str) -> None:
-    """Six prompts of up to 34 tokens share a beginning, and come again later; memory suffices for two sequences of 60
-    tokens.
-    """
+    """Six prompts of up to 34 tokens share a beginning, and come twice; memory suffices for two sequences of 60."""
     model = make(family)
     findings = check_batching(model)
     assert findings.spec is not None

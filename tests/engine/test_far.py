@@ -206,9 +206,7 @@ def calls_of_the_check(model: PreTrainedModel, room: int | None = None) -> list[
 
 
 def test_a_length_costs_five_short_calls_and_none_where_none_is_named() -> None:
-    """Two calls compute a short sequence and the tokens after it with transformers' own cache, three are
-    steps of ours.
-    """
+    """Two calls compute a short sequence and the tokens after it in transformers' cache; three are steps of ours."""
     plain, named = calls_of_the_check(tiny_model()), calls_of_the_check(tiny_model(**LLAMA_3))
     beyond = calls_of_the_check(tiny_model(**LLAMA_3, max_position_embeddings=LENGTH))
     assert len(named) == len(plain) + 5

@@ -30,9 +30,7 @@ def test_a_fault_happens_at_the_call_it_names(faults: str, tokens: int) -> None:
 
 
 def test_the_sequence_that_fails_in_each_half_ends_alone() -> None:
-    """The step of all eight sequences raises, and so do the retries of its first four, its first two and its first
-    sequence.
-    """
+    """The step of all eight sequences raises, and so do the retries of its first four, first two, and first one."""
     model = tiny_model()
     requests = [EngineRequest((*PROMPT, 7 + index), greedy(10), index) for index in range(8)]
     faults = read_faults({VARIABLE: ",".join(f"decode:{call}:raise" for call in range(5, 9))})

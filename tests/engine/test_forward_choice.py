@@ -1,6 +1,4 @@
-"""The choice of attention for transformers' forward depends on the devices of the pages, and is the same on
-all ranks.
-"""
+"""The choice of attention for transformers' forward depends on the pages' devices, and is equal on all ranks."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Whatever a model's generation config sets, the answer is that of ``generate``, or the load is refused and
-names it.
-"""
+"""Whatever a model's generation config sets, the answer is that of ``generate``, or the load refuses it by name."""
 
 from __future__ import annotations
 

@@ -195,9 +195,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
 def test_a_deep_model_is_compared_in_its_first_layers_of_each_kind_and_its_weights_in_all(
     tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer has seven matrices and the formats alternate, so the first two layers differ and the others
-    repeat them.
-    """
+    """A layer has seven matrices and the formats alternate, so the first two layers differ and others repeat them."""
     kinds = ("Q8_0", "Q4_1")  # in turn
     write_packed(write_tiny_gguf(tmp_path / "deep.gguf", kinds=kinds, hidden=256, layers=6), tmp_path)
     options = KernelOptions(2, kernel_cache)
@@ -269,9 +267,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_copy_is_dequantised_in_memory(tmp_path: Path, folder: Path) -> None:
-    """Measures the peak memory of a process that loads a larger model after a tiny one; the tiny one causes all
-    imports.
-    """
+    """Measures the peak memory of a process that loads a larger model after a tiny one, which causes all imports."""
     for name, hidden in (("tiny", 256), ("larger", 1536)):
         (tmp_path / name).mkdir()
         file = write_tiny_gguf(tmp_path / name / "model.gguf", kinds=("Q4_0",), hidden=hidden)

@@ -18,9 +18,7 @@ needs_variants = pytest.mark.skipif(len(runnable()) < 2, reason="this CPU runs f
 
 
 def opened(path: Path) -> str:
-    """Returns the content of a file that stands for a library; an empty file stands for a library that does not load
-    here.
-    """
+    """Returns the content of a file that stands for a library; an empty one does not load here."""
     text = path.read_text()
     if not text:
         raise NoKernels("it is for another C library")

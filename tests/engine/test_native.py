@@ -97,9 +97,7 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("gate", [-500.0, -90.0, -12.0, 12.0, 90.0, 500.0])
 def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) -> None:
-    """float32 overflows beyond e^88; an activation whose exponential overflows would open a gate that
-    should be shut.
-    """
+    """float32 overflows beyond e^88; an activation that overflows would open a gate that should be shut."""
     model = tiny_model("llama", hidden_act=activation, mlp_bias=True)
     with torch.inference_mode():
         for layer in model.model.layers:
@@ -255,9 +253,7 @@ def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: tor
 
 
 def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder: Path) -> None:
-    """Threads that are descheduled in the middle of a step must neither skip a piece of it nor compute one of another
-    step.
-    """
+    """Threads descheduled in the middle of a step must neither skip a piece of it nor compute one of another step."""
     model = tiny_model()
     seen: set[bytes] = set()
     with torch.inference_mode():
@@ -270,9 +266,7 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
 
 
 def test_an_exception_of_the_kernels_keeps_its_message(folder: Path) -> None:
-    """Packing with a negative number of threads raises an exception in C++'s containers, whose text depends on the
-    system.
-    """
+    """Packing with a negative number of threads raises an error of C++'s containers, whose text varies."""
     message = r"packing weights failed in the kernels: .*vector"
     with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=message):
         NativeForward(tiny_model(), KernelOptions(-1, folder))

@@ -34,9 +34,7 @@ from tests.engine.tiny_models import tiny_model
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_argmax_is_that_of_the_logits(vocab_size: int, kind: str, threads: int, folder: Path) -> None:
-    """Steps have any number of rows, with ties, NaN and infinities; vocabularies of 259 and 1031 need columns of
-    padding.
-    """
+    """Steps have any number of rows, with ties, NaN and infinities; 259 and 1031 tokens need columns of padding."""
     model = tiny_model("llama", vocab_size=vocab_size, tie_word_embeddings=False)
     give_ties_and_infinities(model, infinite=kind != "int8")
     model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)

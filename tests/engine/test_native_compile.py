@@ -109,9 +109,7 @@ def test_several_processes_may_compile_at_once(quick: None, tmp_path: Path) -> N
     ],
 )
 def test_a_library_that_was_cut_is_compiled_anew_and_ends_no_process(cache: Path, left: float) -> None:
-    """Reading a mapped page beyond the end of its file raises SIGBUS, which ends the process, so the test starts
-    another one.
-    """
+    """Reading a mapped page beyond the end of its file ends the process by SIGBUS, so the test starts another one."""
     (library,) = kept(cache)
     whole = library.read_bytes()
     replace(library, whole[: int(left * len(whole)) if left < 1 else int(left)])

@@ -59,9 +59,7 @@ def products(kernels: ctypes.CDLL, matrix: GroupedMatrix, a: torch.Tensor, threa
 
 
 def check_products(kernels: ctypes.CDLL, matrix: GroupedMatrix, dense: torch.Tensor) -> None:
-    """Multiplied by unit vectors, the products are the weights up to float16 scales; larger products are slightly
-    rounded.
-    """
+    """Multiplied by unit vectors, products are the weights up to float16 scales; many rows are slightly rounded."""
     weights = products(kernels, matrix, torch.eye(dense.shape[1])).t()[: len(dense)]
     assert (weights - dense).abs().max() <= 1e-3 * dense.abs().max()
     a = torch.randn(max(ROWS), dense.shape[1], generator=torch.Generator().manual_seed(2))
@@ -216,9 +214,7 @@ def test_weights_that_float16_scales_do_not_hold_are_refused(kernels: ctypes.CDL
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [variant.name for variant in runnable()] or [""])
 def test_other_cpus_get_the_same_integers(name: str, tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
-    """In each variant that this CPU runs, the integers are exact; only sums of scaled integers may be rounded
-    differently.
-    """
+    """In each variant that this CPU runs, integers are exact; only sums of scaled ones may be rounded differently."""
     monkeypatch.setenv(VARIABLE, name)
     variant = open_kernels(folder, c.open_library, {VARIABLE: name})[0]
     for kind in BLOCK_FORMATS:

@@ -27,9 +27,7 @@ def run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_no_sanitizer_finds_anything_and_all_is_right(variant: KernelVariant, sanitizers: str, tmp_path: Path) -> None:
-    """Products and attention equal plain loops, bits do not depend on the rest of a step, and short memory
-    is handled.
-    """
+    """Products and attention equal plain loops, bits do not depend on other rows, and short memory is handled."""
     if variant not in runnable():
         pytest.skip(f"this CPU does not run {variant.name}")
     program = tmp_path / "program"

@@ -109,9 +109,7 @@ def test_a_window_may_begin_anywhere_in_a_page(window: int, page_size: int, fold
 def test_a_page_may_be_read_by_others_in_the_step_that_fills_it(
     computed: int, wanted: int, dtype: torch.dtype, folder: Path
 ) -> None:
-    """With 15 of 16 tokens computed, a single token fills the page; in other steps it writes its key while
-    it attends.
-    """
+    """With 15 of 16 tokens computed, a single token fills the page; otherwise it writes its key while it attends."""
     model, prompt = known_model("qwen2").to(dtype), prompt_of(16, 3)
 
     def expected(token: int) -> torch.Tensor:

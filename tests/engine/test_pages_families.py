@@ -1,6 +1,4 @@
-"""In every family, sequences over pages, driven batch by batch, get the tokens of ``generate`` for each
-prompt alone.
-"""
+"""In every family, sequences driven over pages get the tokens of ``generate`` for each prompt alone."""
 
 import re
 from itertools import product

@@ -231,17 +231,16 @@ def test_prompts_with_the_same_beginning_compute_it_once() -> None:
 def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_request_that_shares_them(
     spoiled: bool,
 ) -> None:
-    """If the first request's logits are NaN, its pages may be, too; then the second request computes its
-    whole prompt.
-    """
+    """If the first request's logits are NaN, its pages may be, too, so the second computes its whole prompt."""
     model = laid_out(tiny_model("llama"), 3)
     first, second = prompt_of(24), (*prompt_of(24), 5, 6)
     expected = reference(model, second, 12)
     gate = threading.Event()
 
     def hold(forward: Forward) -> Forward:
-        """Holds the prompts before any stage. Three sequences decode beside them, one of them in a batch without a
-        prompt.
+        """Holds the prompts before any stage.
+
+        Three sequences decode beside them, one of them in a batch without a prompt.
         """
 
         def held(batch: Batch, cache: PagedCache) -> Any:
@@ -481,9 +480,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
 
 @pytest.mark.long
 def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() -> None:
-    """Otherwise one engine would remove weights that a hook has copied to a device while the other one's forward uses
-    them.
-    """
+    """Otherwise one engine would remove weights from a device while the other one's forward uses them."""
     model = laid_out(tiny_model("llama"), 3)
     expected = [reference(model, *request) for request in REQUESTS]
 

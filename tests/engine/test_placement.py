@@ -1,6 +1,4 @@
-"""What a load logs about layers, bytes, the cache and weights moved at every step; maps without enough room are
-refused.
-"""
+"""What a load logs about layers, bytes, cache and moved weights; maps without enough room are refused."""
 
 import asyncio
 import json

@@ -1,6 +1,4 @@
-"""Linear layers in a layout for the CPU: the model's logits, no second copy of the weights, and models that stay
-unchanged.
-"""
+"""Linear layers in a layout for the CPU: the model's logits, no second copy of the weights, or no change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Quantised weights through transformers' own configs are served where they run, and refused by name where
-they do not.
-"""
+"""Quantised weights by transformers' own configs are served where they run, and otherwise refused by name."""
 
 import asyncio
 import json
@@ -137,9 +135,7 @@ def test_eight_bits_without_outliers_are_batched(tiny_model: Path) -> None:
 
 
 def test_eight_bits_depend_on_company_where_that_has_outliers(tiny_model: Path) -> None:
-    """As docs/devices.md says: if any row of the batch has an outlier in a column, no row's values are
-    rounded there.
-    """
+    """As docs/devices.md says: if any row has an outlier in a column, no row's values are rounded there."""
     rows = torch.rand(3, 64, generator=torch.Generator().manual_seed(1))
     outlier = rows.clone()
     outlier[2, 5] = 7.0

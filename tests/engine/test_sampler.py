@@ -112,9 +112,7 @@ class _Wish:
 
 
 def _around_the_edges(logits: torch.Tensor, kept: set[int]) -> list[int]:
-    """The ids at ranks near each boundary between kept and filtered ids, and every ninth; testing all ids takes
-    seconds.
-    """
+    """The ids near each boundary between kept and filtered ranks, and every ninth; testing all takes seconds."""
     ranked = logits.argsort(descending=True).tolist()
     edges = [rank for rank in range(1, len(ranked)) if (ranked[rank] in kept) != (ranked[rank - 1] in kept)]
     near = {rank + step for rank in edges for step in range(-12, 12)} | set(range(0, len(ranked), 9))
@@ -321,9 +319,7 @@ def _allowing(ids: torch.Tensor, vocab_size: int, start: Any) -> TokenMatcher:
 
 
 def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() -> None:
-    """A few allowed tokens are drawn from a table of their own, with the result of a whole row with -inf for all
-    others.
-    """
+    """A few allowed tokens are drawn from their own table, with the result of a row with -inf for all others."""
     vocab_size = 1500
     start = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).result().start
     settings = [*_SETTINGS, {"temperature": 0.0}]

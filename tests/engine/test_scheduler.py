@@ -83,9 +83,7 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
 
 
 def job_from(dice: random.Random) -> Job:
-    """Returns random values: which shared text, how many of its tokens and of other tokens, max_tokens, n, and the
-    priority.
-    """
+    """Returns random values: a shared text, its tokens, other tokens, max_tokens, n, and the priority."""
     n = dice.choice([1, 1, 1, 2, 3])
     tokens = dice.randint(1, 60 // n), dice.randint(0, 3), dice.randint(1, 50 // n)
     return (dice.randint(0, 2), *tokens, n, dice.choice([0, 1, 1, 2]))

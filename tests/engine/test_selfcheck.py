@@ -111,9 +111,7 @@ def test_a_state_that_a_model_hides_in_its_modules_is_found_out(dtype: torch.dty
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_that_depend_on_the_longest_sequence_of_a_batch_are_found_out(dtype: torch.dtype) -> None:
-    """Rows are padded to one length, by which Inkling scales all queries; the effect begins beyond the lengths of the
-    check.
-    """
+    """Rows are padded to one length, by which Inkling scales all queries beyond the lengths of the check."""
     changes = {"log_scaling_n_floor": 200, "max_position_embeddings": 4096}
     with torch.inference_mode():
         findings = check_batching(tiny("inkling_text", **changes).to(dtype))
@@ -327,9 +325,7 @@ def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path
 
 @pytest.mark.parametrize("engine", ["auto", "serial"])
 def test_a_config_that_makes_the_logits_nan_fails_the_load(engine: str, tiny_model: Path, tmp_path: Path) -> None:
-    """NaN differs from itself, so all batched forwards fail the check, and the model would be served one request at a
-    time.
-    """
+    """NaN differs from itself, so batching fails the check, and the model would be served one request at a time."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": float("nan")}))

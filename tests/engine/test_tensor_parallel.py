@@ -175,8 +175,9 @@ def test_drafts_are_verified_on_every_rank(ranks: BuiltEngine, tiny_model: Path)
 
 
 def test_a_schema_is_kept_to_with_the_tokens_of_one_process(ranks: BuiltEngine, tiny_model: Path) -> None:
-    """Only rank 0 has the constraint; forced tokens reach the other ranks as drafts. Replicas answer as one process
-    does.
+    """Only rank 0 has the constraint; forced tokens reach the other ranks as drafts.
+
+    Replicas answer as one process does.
     """
     schema = {"type": "object", "properties": {"name": {"enum": ["x", "y"]}}, "required": ["name"]}
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({**schema, "additionalProperties": False}), "field")

@@ -73,9 +73,7 @@ def in_a_thread() -> InFlightForwards[Any, Logits]:
 
 
 class Meeting:
-    """A forward that ends only when the text of the previous step is delivered, which in turn waits until the forward
-    starts.
-    """
+    """A forward that ends when the previous step's text is delivered, which waits until the forward starts."""
 
     def __init__(self, forward: ModelForward, steps: int) -> None:
         self._forward = forward
@@ -174,9 +172,7 @@ def _without_times(event: TokenEvent) -> TokenEvent:
 def test_every_answer_is_that_of_the_ordinary_order(
     model: PreTrainedModel, codec: TextCodec, findings: SelfCheckResult, seed: int
 ) -> None:
-    """Requests combine stop strings, log-probabilities, penalties, constraints, drafts and n, with memory for a few
-    sequences.
-    """
+    """Combines stop strings, log-probabilities, penalties, constraints, drafts and n, with memory for few sequences."""
     dice = random.Random(seed)
     assert findings.spec is not None
     few = 45 * replace(findings.spec, page_size=PAGE).page_bytes(0)

@@ -101,9 +101,7 @@ def nan_at(model: PreTrainedModel, position: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("forced", ["hello world", "hi"])
 def test_forced_tokens_before_a_row_that_fails_are_counted(model: PreTrainedModel, forced: str) -> None:
-    """The first token is sampled, the forced ones are accepted in the next step, and the logits after the last one are
-    NaN.
-    """
+    """The first token is sampled, forced ones follow in the next step, and the logits after the last are NaN."""
     last = PROMPT + len(forced)  # the position of the last forced token
     with running(model, prefill_tokens=64) as engine, nan_at(model, last):
         request = EngineRequest(prompt_of(PROMPT), greedy(30), constraint=compiled(f"[ab]{forced}[ab]{{5}}"))

@@ -190,9 +190,7 @@ class TestAStepThatHangs:
     def test_deadlines_are_kept_and_the_rows_are_freed_when_the_thread_is_back(
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
-        """Both the stream in the step, with its tokens so far, and the stream that waits for it end once, at their
-        deadlines.
-        """
+        """The stream in the step, with its tokens so far, and the one that waits each end once, in time."""
         engine = hung_engine(model, kind, request_timeout=4.0)
 
         async def scenario() -> None:

@@ -1,6 +1,4 @@
-"""Weights take as small a share of the GPUs' memory as holds them, and more if they would otherwise move at
-every step.
-"""
+"""Weights take the smallest share of the GPUs' memory that holds them without moving weights at every step."""
 
 from __future__ import annotations
 

@@ -214,9 +214,7 @@ def idle(engine: EngineCore) -> bool:
 
 
 def decodes(engine: EngineCore, sequences: int) -> Callable[[list[list[int]]], bool]:
-    """For ``Watch.stop_at``: returns a function that is true in steps that decode so many sequences and compute no
-    prompt.
-    """
+    """For ``Watch.stop_at``: true in steps that decode so many sequences and compute no prompt."""
     return lambda ids: [len(row) for row in ids] == [1] * sequences and engine.stats().running_sequences == sequences
 
 
@@ -304,9 +302,7 @@ def spelled(text: str) -> list[int]:
 
 @contextmanager
 def dictated(model: PreTrainedModel, sequence: Sequence[int], prompt: int) -> Iterator[None]:
-    """Makes the model say these tokens after any prompt of that length, by a hook that raises their logits above all
-    others.
-    """
+    """Makes the model say these tokens after any prompt of that length: a hook raises their logits."""
 
     def dictate(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         kept = kwargs["logits_to_keep"]  # of packed tokens, their places

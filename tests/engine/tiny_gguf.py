@@ -23,8 +23,9 @@ def write_tiny_gguf(
     hidden: int = HIDDEN,
     layers: int = LAYERS,
 ) -> Path:
-    """``kinds`` are the formats of the matrices, in turn. Formats named *_K need a ``hidden`` that is a multiple of
-    256.
+    """``kinds`` are the formats of the matrices, in turn.
+
+    Formats named *_K need a ``hidden`` that is a multiple of 256.
     """
     random = np.random.default_rng(seed)
     turn = cycle(kinds if quantized else ("F32",))

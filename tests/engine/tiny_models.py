@@ -176,9 +176,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 256 byte tokens and three special ones: it encodes any text, and most token sequences are not
-    UTF-8.
-    """
+    """A tokenizer of 256 byte tokens and three special ones; most token sequences are not valid UTF-8."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

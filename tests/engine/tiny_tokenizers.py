@@ -42,9 +42,7 @@ def fused_byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """A tokenizer like those of Llama 2 and Mistral: ▁ for spaces, unknown characters as bytes, one leading space
-    stripped.
-    """
+    """A tokenizer like those of Llama 2 and Mistral: ▁ for spaces, byte fallback, one leading space stripped."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted({char for text in SENTENCES[:3] for char in text.replace(" ", "▁") if ord(char) < 0x2000})
     vocab = {
@@ -61,9 +59,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    """A tokenizer like BERT's: pieces within a word begin with ##, and decoding puts spaces between all
-    other pieces.
-    """
+    """A tokenizer like BERT's: pieces within a word begin with ##; decoding puts spaces between the others."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()

@@ -30,9 +30,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 class _Asking:
-    """A client of an application in this process; ``root_path`` is the prefix that a proxy has removed from
-    the path.
-    """
+    """A client of an application in this process; ``root_path`` is the prefix that a proxy has removed."""
 
     def __init__(self, app: Starlette, root_path: str) -> None:
         self._app, self._root_path = app, root_path

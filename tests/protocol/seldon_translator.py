@@ -83,9 +83,7 @@ def _only(cell: str | list[str]) -> list[str]:
 
 
 def _cell(cell: str | list[str]) -> str:
-    """Returns the element of one of several messages: a string unchanged, a list as JSON, an empty list as an empty
-    string.
-    """
+    """Returns an element of several messages: a string unchanged, a list as JSON, an empty list as an empty string."""
     return cell if isinstance(cell, str) else _text(cell) if cell else ""
 
 

@@ -1,6 +1,4 @@
-"""No line of a stream is longer than 48 KiB, over any API, whatever was merged: proxies read lines of at
-most 64 KiB.
-"""
+"""No line of a stream exceeds 48 KiB, over any API, whatever was merged: proxies read lines of up to 64 KiB."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Anything that an OpenAI client sends through Seldon's translator is understood, or refused with the name of its
-field.
-"""
+"""Anything sent by OpenAI clients through Seldon's translator is understood, or refused by its field's name."""
 
 from __future__ import annotations
 

@@ -105,9 +105,7 @@ _EXAMPLES = pytest.mark.parametrize("examples", [8, pytest.param(300, marks=pyte
 @_EXAMPLES
 @pytest.mark.parametrize("name", PARAMETER_NAMES)
 def test_a_bad_value_of_any_parameter_is_refused_by_its_name(name: str, examples: int) -> None:
-    """The value is sent as a parameter, inside ``sampling_parameters``, and in a flat body of the generate
-    extension.
-    """
+    """The value is sent as a parameter, in ``sampling_parameters``, and in a flat body of the generate extension."""
 
     @settings(max_examples=examples, deadline=None)
     @given(value=json_value, streaming=st.booleans())

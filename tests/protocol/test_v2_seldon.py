@@ -212,8 +212,9 @@ def _objects(bodies: Sequence[dict[str, Any]]) -> list[Any]:
     ],
 )
 def test_a_sequence_that_fails_ends_with_openais_error(info: ModelInfo, reason: FinishReason, error: Exception) -> None:
-    """Text that came with the failure is sent in a chunk before it. No chunk has a finish reason that OpenAI does not
-    define.
+    """Text that came with the failure is sent in a chunk before it.
+
+    No chunk has a finish reason that OpenAI does not define.
     """
     request = decode(over_rest(*ONE), info, streaming=True)
     reply = SELDON.stream(request, ReplyContext("model"))

@@ -43,9 +43,7 @@ def plain(recite: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def slow(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Decode steps are slowed down; ``narrow`` has one row and one place in its queue, ``busy`` four rows and eight
-    places.
-    """
+    """Decode steps are slow; ``narrow`` has one row and one place in its queue, ``busy`` four rows and eight places."""
     models = [
         Model("recite", str(recite)),
         Model("narrow", str(recite), extra={"max_queued_requests": 1, "max_num_seqs": 1}),

@@ -25,9 +25,7 @@ _RECOVERED_S = 10.0  # ten times the figure that the bench holds
 
 @dataclass(frozen=True)
 class Fault:
-    """``hurts`` is the number of requests that fail; ``tries`` the number of further forwards that only find the
-    culprit.
-    """
+    """``hurts`` counts the requests that fail, ``tries`` the further forwards that only find the culprit."""
 
     name: str
     spelling: str
@@ -81,9 +79,7 @@ def faulty(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def outcomes(faulty: Server) -> dict[str, Outcome]:
-    """One engine has all faults, one after another; each hits a batch of four requests in the middle of
-    their answers.
-    """
+    """One engine has all faults in turn; each hits a batch of four requests in the middle of their answers."""
     found = {}
     uncounted = 0  # forwards that are no decode steps
     for fault in _FAULTS:

@@ -1,6 +1,4 @@
-"""A client is killed at token 0, 1 or 7: its row and cache are freed at once, and no further step is
-computed for it.
-"""
+"""A client is killed at token 0, 1 or 7: row and cache are freed at once, and no further step is spent on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ten times more requests than the server can handle: excess requests are refused, admitted ones served,
-nothing grows.
-"""
+"""Ten times more requests than the server can handle: the excess is refused, others are served, nothing grows."""
 
 from __future__ import annotations
 

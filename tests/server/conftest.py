@@ -80,9 +80,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session")
 def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Waits 2 s for the next piece of a prompt, and decodes so slowly that a client can leave in the middle of an
-    answer.
-    """
+    """Waits 2 s for the next piece of a prompt, and decodes so slowly that clients can leave in mid-answer."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": PACED,
         "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "2",

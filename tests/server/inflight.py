@@ -53,9 +53,7 @@ class Flight:
 
 
 class Flights:
-    """Starts requests in threads; each method returns once the server is known to run or to have refused
-    the request.
-    """
+    """Starts requests in threads; each method returns once the server runs the request or has refused it."""
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor, stub: GRPCInferenceServiceStub) -> None:
         self._server = server

@@ -58,9 +58,7 @@ def on_rest_port(server: Server) -> Scrape:
 
 
 def settled(server: Server, condition: Callable[[Scrape], bool], seconds: float = 30.0) -> Scrape:
-    """Waits until a scrape meets the condition, as a request is counted just after its last byte is sent, and returns
-    it.
-    """
+    """Waits until a scrape meets the condition: a request is counted just after its last byte is sent."""
     end = time.monotonic() + seconds
     while not condition(scrape := on_rest_port(server)):
         assert time.monotonic() < end, [each for each in scrape.samples if each.name.startswith("torch_stream_")]

@@ -20,7 +20,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Terminal:
-    """``shown`` is everything that the program has printed so far, with ``\n`` as line endings."""
+    """``shown`` is everything that the program has printed so far, with ``\\n`` as line endings."""
 
     def __init__(self, leader: int, process: subprocess.Popen[bytes]) -> None:
         self._leader = leader

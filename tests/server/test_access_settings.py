@@ -137,9 +137,7 @@ def test_a_preflight_needs_no_key_where_mlserver_answers_it(
 
 
 def test_a_web_socket_without_a_key_is_closed_before_it_is_open(tmp_path: Path) -> None:
-    """uvicorn accepts web sockets if their libraries are installed, and models of other runtimes may have
-    such routes.
-    """
+    """uvicorn accepts web sockets if their libraries are installed, and other runtimes may have such routes."""
     (tmp_path / "keys").write_text("a-key")
     reached: list[str] = []
     sent: list[Message] = []

@@ -19,9 +19,7 @@ _PROMPT = "Hello fox"
 
 @pytest.fixture
 def server(impatient: Server) -> Server:
-    """A server whose log has no lines of other tests' clients, and decodes so slowly that a client can leave in
-    between.
-    """
+    """A server with no other tests' lines in its log, and so slow that clients can leave in mid-answer."""
     return impatient
 
 

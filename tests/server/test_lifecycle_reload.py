@@ -1,6 +1,4 @@
-"""Reload and unload under streams: weights are loaded once, no stream is disturbed, and unload waits for
-the last one.
-"""
+"""Reload and unload under streams: weights load once, no stream is disturbed, unload waits for the last one."""
 
 from __future__ import annotations
 

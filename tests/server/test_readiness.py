@@ -26,9 +26,7 @@ _MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
 
 @functools.cache
 def _server() -> tuple[RESTServer, list[Any]]:
-    """Returns a server and MLServer's own routes; there is one for all tests, as a process can register its metrics
-    only once.
-    """
+    """Returns the server of all tests and MLServer's own routes; a process can register its metrics only once."""
     settings, registry = Settings(debug=False), MultiModelRegistry()
     data_plane = DataPlane(settings, registry)
     server = RESTServer(settings, data_plane, ModelRepositoryHandlers(SchemalessModelRepository(""), registry))

@@ -1,6 +1,4 @@
-"""A runtime like that of MLServer's streaming example, and ours, in one server with our settings, used by
-its clients.
-"""
+"""A runtime like MLServer's streaming example, and ours, in one server with our settings, and its clients."""
 
 from __future__ import annotations
 

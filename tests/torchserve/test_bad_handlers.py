@@ -304,9 +304,7 @@ def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) ->
 def test_output_without_end_stops_no_handler_and_the_lines_that_are_dropped_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It writes 64 MB within a `responseTimeout` of 5 s: the log has a few hundred lines, and the number of dropped
-    ones.
-    """
+    """It writes 64 MB within a `responseTimeout` of 5 s: the log has a few hundred lines, and counts the others."""
     caplog.set_level(logging.INFO)
 
     def counted() -> int:

@@ -1,6 +1,4 @@
-"""A server that ``serve-torchserve`` starts without a model: its ports are open, and models are registered
-over them.
-"""
+"""A server that ``serve-torchserve`` starts without a model: its ports are open, and register models."""
 
 from __future__ import annotations
 

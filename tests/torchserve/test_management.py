@@ -371,8 +371,9 @@ def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_
 
 
 def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Management, tmp_path: Path) -> None:
-    """Otherwise it could not be downloaded again after it is repaired. Of simultaneous downloads of one file, one
-    succeeds.
+    """Otherwise it could not be downloaded again after it is repaired.
+
+    Of simultaneous downloads of one file, one succeeds.
     """
     site = tmp_path / "allowed"
     site.mkdir()

@@ -1,6 +1,4 @@
-"""OpenAI's API below ``/predictions/{model}``: for a handler that implements it, and for a model that
-generates tokens.
-"""
+"""OpenAI's API below ``/predictions/{model}``: for a handler that implements it, and for a generating model."""
 
 from __future__ import annotations
 

@@ -179,9 +179,7 @@ def test_ranks_that_send_alike_stop_at_the_same_send_when_their_client_leaves(tm
 
 @pytest.mark.parametrize("kind", ["first", "thread"])
 def test_ranks_that_cannot_stop_together_go_on_to_their_end(tmp_path: Path, kind: str) -> None:
-    """If only the first rank sends, the others are never asked, nor is a rank whose handler sends from its
-    own thread.
-    """
+    """Ranks are not asked if only the first one sends, or if a handler sends from its own thread."""
     config = {"parallelType": "tp", "parallelLevel": 2}
 
     async def scenario() -> None:

@@ -1,6 +1,4 @@
-"""Handlers that generate with transformers and send each token or word: their pieces, in order, for several
-requests.
-"""
+"""Handlers that generate with transformers and stream tokens or words: pieces in order, for several requests."""
 
 from __future__ import annotations
 

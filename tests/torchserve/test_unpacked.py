@@ -1,6 +1,4 @@
-"""Unpacked archives are removed soon after their process ended, however it ended, and never those of
-another process.
-"""
+"""Unpacked archives are removed soon after their process has ended, and never those of another process."""
 
 from __future__ import annotations
 

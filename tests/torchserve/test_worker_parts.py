@@ -220,8 +220,9 @@ def test_bodies_are_decoded_as_their_content_type_says(raw: bytes, content_type:
 
 
 def _binary(code: int, message: str, *requests: tuple[str, str, bytes]) -> bytes:
-    """Returns a response as TorchServe's package writes it. ``requests`` are the id, ``ts_stream_next`` and value of
-    each.
+    """Returns a response as TorchServe's package writes it.
+
+    ``requests`` are the id, ``ts_stream_next`` and value of each.
     """
 
     def text(value: bytes) -> bytes:

@@ -80,9 +80,7 @@ def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | N
 
 
 def without_torchserve(folder: Path) -> dict[str, str]:
-    """Returns the variables of a server whose handlers do not find torchserve's package, which imports torch in each
-    worker.
-    """
+    """Returns variables that hide torchserve's package from handlers, as it imports torch in each worker."""
     (folder / "ts.py").touch()
     return {"PYTHONPATH": str(folder)}
 

@@ -1,6 +1,4 @@
-"""The pages of docs/torchserve/ that tests generate: tables of what was measured, and a comparison with the existing
-page.
-"""
+"""The pages of docs/torchserve/ that tests generate from measurements, or compare with the existing page."""
 
 from __future__ import annotations
 
