@@ -1,4 +1,4 @@
-"""What was asked, what a client keeps of a stream while it runs, and what the finished stream turned out to be."""
+"""What a client asks, what it records of a stream while it runs, and what the finished answer was."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison. The temperature 0 is
-    greedy. ``schema``: of the JSON that the answer is kept to."""
+    """``new_tokens`` must be met exactly: an answer with more or fewer spoils the comparison. Temperature 0 means
+    greedy.
+
+    ``schema`` is the JSON schema to which the answer is constrained.
+    """
 
     prompt: str
     prompt_tokens: int
@@ -44,7 +47,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``arrivals`` are the times of the events that brought text; both counts are the server's own."""
+    """``arrivals`` are the times of the events that contained text; both counts are the server's own."""
 
     started: float
     ended: float
@@ -61,13 +64,13 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def gaps_within(self, begin: float, end: float) -> list[float]:
-        """Gaps that lie in a span of time at least in part."""
+        """Returns the gaps that overlap a span of time."""
         pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
         return [later - earlier for earlier, later in pairs if later > begin and earlier < end]
 
 
 class WrongCount(Exception):
-    """A server that generated another number of tokens than it was asked for, or read another prompt."""
+    """The server generated another number of tokens than was requested, or counted another number of prompt tokens."""
 
 
 # A server may add a token of its own to a prompt, such as one that begins every text.

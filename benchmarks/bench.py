@@ -1,4 +1,4 @@
-"""``make bench``: our server under load, over REST and gRPC, beside another checkout's where ``--before`` names one.
+"""``make bench``: our server under load, over REST and gRPC; with ``--before``, also that of another checkout.
 
 ``--limits`` measures instead which share of this machine's memory speed and peak arithmetic the kernels reach.
 """
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     options: argparse.Namespace, name: str, plan: Plan, contenders: Mapping[str, Contender], more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Runs what has no line yet in the file of this chip's results, and returns all of the run."""
+    """Measures the cells that have no line yet in the results of this chip, and returns all results of the run."""
     described = machine.describe()
     if (busy := machine.warning(described)) is not None:
         say(f"warning: {busy}")
@@ -70,7 +70,10 @@ def measure(
 
 
 def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
-    """The machine's limits for this model, which a CPU with a compiler and a dense model have; else says why not."""
+    """Returns the machine's limits for this model. Prints the reason if they are unknown.
+
+    They need a CPU with a compiler, and a dense model.
+    """
     say("the limits of this machine")
     found = measure_roofline(folder, weights)
     if isinstance(found, str):
@@ -112,7 +115,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:
-    """What follows from ``--quick``."""
+    """Sets the options that follow from ``--quick``."""
     options.cases = tuple((options.cases or ("c1,c4,p200" if options.quick else ",".join(cases))).split(","))
     options.sweeps = options.sweeps or (1 if options.quick else 2)
     options.scale = QUICK if options.quick else Scale()

@@ -1,8 +1,8 @@
-"""``make bench-peers``: the same load on other servers, in turn in one run, and the ratios.
+"""``make bench-peers``: runs the same load on other servers, in turn within one run, and prints the ratios.
 
 ``--format q8_0`` gives all servers that can read it the same GGUF file. ``--shape 1.5B`` measures models of that size
-with random weights instead of the embedded one. Shapes and formats are lists: each pair is a run, and each server and
-case a cell of it. A command that was stopped goes on with the cells that have no line yet.
+with random weights instead of the embedded one. Shapes and formats are lists: each pair is a run, which has a cell for
+each server and case. A command that was stopped continues with the cells that have no line yet.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _model(shape: str | None, options: argparse.Namespace, home: Path) -> Iterat
 
 
 def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run: of a model in a format."""
+    """Runs one shape of model in one format."""
     weights = None if kind == _BF16 or options.install_only else _weights_file(kind, options, folder)
     extra = {**json.loads(options.extra), **({} if weights is None else {"weights": "packed"})}
     uri = str(weights or folder) if shape or weights else options.uri
@@ -121,7 +121,7 @@ def _listed(parser: argparse.ArgumentParser, what: str, said: str, known: tuple[
 
 
 def _weights_file(kind: str, options: argparse.Namespace, model: Path) -> Path:
-    """The GGUF file that all servers get. Raises NoFolder or PeerUnavailable."""
+    """Returns the GGUF file that all servers get. Raises NoFolder or PeerUnavailable."""
     if kind == _OWN:
         return gguf_file(options.uri)
     converter = make_peer("llama.cpp", options.folder, model)
@@ -133,7 +133,7 @@ def _weights_file(kind: str, options: argparse.Namespace, model: Path) -> Path:
 def _install(
     options: argparse.Namespace, kind: str, model: Path, weights: Path | None
 ) -> tuple[list[Peer], dict[str, str]]:
-    """Those that are there, and of the others why they are not."""
+    """Returns the peers that are installed, and for each of the others the reason why it is not."""
     peers, missing = [], {}
     for name in options.peers:
         peer = make_peer(name, options.folder, model, weights)

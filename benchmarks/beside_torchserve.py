@@ -1,11 +1,11 @@
 """One handler, unchanged, on TorchServe 0.12 and on our server, in turn: tokens/s of a model, and requests/s.
 
-``tokens``: a handler that generates with transformers, in cells of ``batchSize`` 1 and 16 and of 1, 4 and 16 clients,
-streamed and whole; both servers run, and each cell is measured on one right after the other. The tokens of the cells
-with one client are compared. ``requests``: a handler that answers at once, asked by 64 connections of ``wrk``, which
-takes a small part of a core; one server runs at a time. Both servers get the same archive and config.properties, are
-asked on ``/predictions/{model}`` by the same client, and take turns in each round. Cells are medians over the rounds.
-Needs Java and, for ``requests``, Debian's ``wrk``.
+``tokens``: a handler that generates with transformers, in cells with ``batchSize`` 1 and 16 and with 1, 4 and 16
+clients, streamed and whole. Both servers run, and each cell is measured on one right after the other. The tokens of the
+cells with one client are compared. ``requests``: a handler that answers at once, called over 64 connections of ``wrk``,
+which uses a small part of a core. Only one server runs at a time. Both servers get the same archive and
+config.properties, are called on ``/predictions/{model}`` by the same client, and take turns in each round. Cells are
+medians over the rounds. Needs Java and, for ``requests``, Debian's ``wrk``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Servers = Sequence[PredictionServer]
 
 
 class Measured:
-    """The figures by server and cell, each of several rounds. Each one is printed as it comes."""
+    """The figures of several rounds, by server and cell. Each one is printed as it is added."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, dict[str, list[Figures]]] = {}
@@ -63,12 +63,12 @@ class Measured:
 
 
 def _in_turn(servers: Servers, number: int) -> Servers:
-    """The other way about in each second round."""
+    """Reverses the order in every second round."""
     return servers if number % 2 == 0 else servers[::-1]
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> tuple[list[str], float, float]:
-    """The ids of the tokens, the seconds to the first one, and to the last."""
+    """Returns the ids of the tokens, and the seconds to the first and to the last token."""
     began = time.perf_counter()
     first, text = 0.0, ""
     async with session.post(url, json=body) as response:
@@ -81,7 +81,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
 
 
 async def _cell(session: aiohttp.ClientSession, url: str, asked: Sequence[Mapping[str, Any]]) -> tuple[Figures, Any]:
-    """The figures of requests that come at once, and the tokens of the first answer."""
+    """Sends the requests at once. Returns the figures, and the tokens of the first answer."""
     began = time.perf_counter()
     answers = await asyncio.gather(*(_ask(session, url, body) for body in asked))
     seconds = time.perf_counter() - began
@@ -101,7 +101,7 @@ async def _cells(
     options: argparse.Namespace,
     found: Measured,
 ) -> None:
-    """Each cell is measured on one server right after the other."""
+    """Measures each cell on one server right after the other."""
     unlimited = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=unlimited, timeout=aiohttp.ClientTimeout(total=None)) as session:
         for url in urls.values():
@@ -120,7 +120,7 @@ async def _cells(
 
 
 def _tokens(servers: Servers, options: argparse.Namespace, found: Measured) -> None:
-    """Both servers run at the same time, and one of them is asked."""
+    """Measures tokens; both servers run at the same time, but only one of them gets requests."""
     model = model_folder(EMBEDDED, {})
     for batch in _BATCH_SIZES:
         config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": batch, "maxBatchDelay": 50, "responseTimeout": 600}
@@ -134,14 +134,14 @@ def _tokens(servers: Servers, options: argparse.Namespace, found: Measured) -> N
 
 
 def _requests(servers: Servers, options: argparse.Namespace, found: Measured) -> None:
-    """The servers run in turn."""
+    """Measures requests; the servers run in turn."""
     for number in range(options.rounds):
         for server in _in_turn(servers, number):
             found.add(server.name, "requests", _by_wrk(server, options.seconds))
 
 
 def _by_wrk(server: PredictionServer, seconds: int) -> Figures:
-    """Requests/s, and the CPU seconds of the server for 1,000 requests."""
+    """Returns requests/s, and the server's CPU seconds for 1,000 requests."""
     config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 100}
     with tempfile.TemporaryDirectory() as name:
         folder, script = Path(name) / "server", Path(name) / "post.lua"

@@ -1,6 +1,6 @@
-"""The ways into a running server: server-sent events over a raw socket, in two spellings, and gRPC.
+"""Endpoints of a running server: server-sent events over a raw socket, for two APIs, and gRPC.
 
-Requests are made by hand. Nothing is parsed before the run is over: messages stay raw bytes, over grpc.aio too.
+Requests are made by hand. Nothing is parsed before the run is over: messages stay raw bytes, also over grpc.aio.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
 class Spelling(Protocol):
-    """How one kind of server is asked for a stream, and what its events say."""
+    """How a server's streaming API is called, and what its events mean."""
 
     @property
     def path(self) -> str: ...
@@ -33,14 +33,14 @@ class Spelling(Protocol):
     def body(self, ask: Ask) -> Mapping[str, Any]: ...
 
     def text(self, event: Mapping[str, Any]) -> str:
-        """What the event adds to the answer."""
+        """Returns the text that the event adds to the answer."""
 
     def usage(self, event: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Prompt tokens and new tokens, where the event tells them."""
+        """Returns the numbers of prompt tokens and new tokens if the event has them."""
 
 
 class BadAnswer(Exception):
-    """An answer that is no stream, or one that broke off."""
+    """An answer that is not a stream, or a stream that broke off."""
 
 
 def _sampling(ask: Ask) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ def _sampling(ask: Ask) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class V2Spelling:
-    """MLServer's V2 ``generate_stream``: ours, and runtimes that a reader might write by hand."""
+    """MLServer's V2 ``generate_stream``, as implemented here and by handwritten runtimes."""
 
     model: str
 
@@ -75,7 +75,7 @@ class V2Spelling:
 
 @dataclass(frozen=True)
 class OpenAISpelling:
-    """``/v1/completions``, with what a server needs besides to ignore the end of text and to cache nothing."""
+    """``/v1/completions``. ``extra`` has the fields with which a server ignores the end of text and caches nothing."""
 
     model: str
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class OpenAISpelling:
 
 @dataclass(frozen=True)
 class HttpEndpoint:
-    """One server's streaming path."""
+    """The streaming path of one server."""
 
     port: int
     spelling: Spelling
@@ -142,7 +142,7 @@ class HttpEndpoint:
         return Answer(recording.started, recording.ended, tuple(arrivals), *usage)
 
     async def close(self) -> None:
-        """Nothing is kept open between requests."""
+        """Does nothing, since no connection stays open between requests."""
 
 
 class _Stream(asyncio.Protocol):
@@ -170,7 +170,7 @@ class _Stream(asyncio.Protocol):
 
 
 class _Response:
-    """The callbacks of httptools: the pieces of a body since they were taken last, and whether it is whole."""
+    """The callbacks of httptools: collects the pieces of a body, and whether it is complete."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -187,7 +187,7 @@ class _Response:
 
 
 def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """The data of each event, and when its last byte came. Raises BadAnswer for any status but 200."""
+    """Yields the data of each event, and when its last byte arrived. Raises BadAnswer for any status but 200."""
     response, rest = _Response(), b""
     parser = httptools.HttpResponseParser(response)
     for at, chunk in chunks:
@@ -208,7 +208,7 @@ def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]
 
 
 class GrpcEndpoint:
-    """One channel for all streams, as a client would have it."""
+    """Uses one channel for all streams, as a client would."""
 
     def __init__(self, port: int, model: str, http_port: int = 0) -> None:
         self.port = http_port

@@ -16,7 +16,7 @@ _MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s", "burst_token
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default."""
+    """Interpolates linearly between the two nearest ranks, as numpy does by default."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -27,7 +27,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def spread(name: str, seconds: Sequence[float]) -> Figures:
-    """p50, p90, p99 and maximum, in milliseconds; nothing where there are no values."""
+    """Returns p50, p90, p99 and maximum in milliseconds; nothing if there are no values."""
     if not seconds:
         return {}
     found = {f"{name}_p{share}_ms": 1000 * percentile(seconds, share / 100) for share in (50, 90, 99)}
@@ -35,7 +35,7 @@ def spread(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def summarize(waves: Sequence[Sequence[Answer]]) -> Figures:
-    """Of requests that came in waves, one wave after another: seconds count only while a wave lasts."""
+    """Returns the figures of requests that came in waves, one wave after another; time between waves does not count."""
     answers = [answer for wave in waves for answer in wave]
     seconds = sum(span(wave) for wave in waves)
     tokens = sum(answer.new_tokens for answer in answers)
@@ -56,7 +56,7 @@ def span(answers: Sequence[Answer]) -> float:
 
 
 def _steady(waves: Sequence[Sequence[Answer]]) -> Figures:
-    """While every stream of a wave decodes: after the last first token, before the first last one."""
+    """Counts only the time when every stream of a wave decodes: from the last first token to the first last one."""
     gaps: list[float] = []
     events, seconds = 0, 0.0
     for wave in waves:
@@ -75,7 +75,7 @@ def steady_span(wave: Sequence[Answer]) -> tuple[float, float]:
 
 
 def disturbance(answers: Sequence[Answer], intruders: Sequence[Answer]) -> Figures:
-    """What running streams felt from the arrival of prompts to the first token of the last, and what those waited."""
+    """Returns how long prompts waited, and the gaps of running streams from their arrival to the last first token."""
     begin = min(each.started for each in intruders)
     end = max(each.arrivals[0] for each in intruders)
     running = [answer for answer in answers if answer.arrivals[0] < begin < answer.arrivals[-1]]
@@ -92,7 +92,7 @@ def disturbance(answers: Sequence[Answer], intruders: Sequence[Answer]) -> Figur
 
 
 def best_and_median(runs: Sequence[Mapping[str, float]]) -> tuple[Figures, Figures]:
-    """Per figure, over the runs that have it; what is best depends on the figure."""
+    """For each figure, returns the best value and the median over the runs that have it."""
     names = dict.fromkeys(name for run in runs for name in run)
     values = {name: [run[name] for run in runs if name in run] for name in names}
     best = {name: max(found) if name in _MORE_IS_BETTER else min(found) for name, found in values.items()}

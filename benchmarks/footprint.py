@@ -1,4 +1,4 @@
-"""Install sizes of our server and of peers, as a table: ``make bench-peers`` has the start times and the memory.
+"""Install sizes of our server and of peers, as a table. ``make bench-peers`` measures start times and memory.
 
 python -m benchmarks.footprint --peers vllm,llama.cpp --mlserver-hf /path/to/env/bin/python
 
@@ -55,7 +55,7 @@ def size_of(python: Path, *distributions: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Installs the peers where they are not there yet, and prints the table."""
+    """Installs the peers that are not installed yet, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="their environments (%(default)s)")

@@ -1,10 +1,10 @@
-"""Goodput: the tokens per second of requests that keep bounds on their first token and on their longest pause.
+"""Goodput: the tokens per second of requests whose first token and whose longest pause stay within limits.
 
 python -m benchmarks.goodput --peers llama.cpp   measures our server and peers in turn, at 1 to 32 streams
 python -m benchmarks.goodput zen3                writes docs/images/goodput.svg from the lines of that chip
 
-Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other bounds need no new measurement. All
-servers run at the same time and are asked one after the other, level by level; an idle server uses no CPU.
+Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other limits need no new measurement. All
+servers run at the same time and get requests one after the other, level by level; an idle server uses no CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PICTURE = ROOT / "docs" / "images" / "goodput.svg"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds that a good request keeps, in milliseconds."""
+    """The bounds within which a request counts as good, in milliseconds."""
 
     ttft_ms: float
     pause_ms: float
@@ -48,7 +48,10 @@ BOUNDS = (Bounds(500.0, 100.0), Bounds(1000.0, 200.0), Bounds(2000.0, 400.0))
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a level: ``streams`` requests were in flight at any time. ``level_s`` is the level's duration."""
+    """One request of a level at which ``streams`` requests were in flight at any time.
+
+    ``level_s`` is the level's duration.
+    """
 
     server: str
     streams: int
@@ -148,7 +151,7 @@ _STYLE = """
 
 
 def picture(head: Mapping[str, Any], lines: Sequence[Line], bounds: Sequence[Bounds] = BOUNDS) -> str:
-    """Returns an SVG with a plot of goodput over streams for each of ``bounds``; dashed is the rate of all requests."""
+    """Returns an SVG with a plot of goodput for each of ``bounds``; dashed lines show the rate of all requests."""
     streams = sorted({line.streams for line in lines})
     whole, good = goodput(lines), [goodput(lines, limit) for limit in bounds]
     colours = dict(zip(whole, _COLOURS, strict=False))  # by server

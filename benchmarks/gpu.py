@@ -1,13 +1,14 @@
-"""``make bench-gpu``: what only a GPU can show, with whole engines; docs/gpu.md says which of it has been shown.
+"""``make bench-gpu``: measures whole engines on a GPU; docs/gpu.md says which results have been shown.
 
     python -m benchmarks.gpu [--checks tokens streams …] [--shape 1.5B] [--seconds 2] [--limit 540] [--json FILE]
 
-Runs the product's own load and engine over a random Llama, whose tokens mean nothing and are as comparable as any. Its
-weights are made on the GPU. The load itself compares the forward with the model's own logits. A check that finds wrong
-tokens ends the script with status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
+Runs the product's own load and engine over a random Llama, whose tokens mean nothing but can be compared. Its weights
+are made on the GPU. The load itself compares the forward with the model's own logits. A check that finds wrong tokens
+ends the script with status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
 
-It is fit for a first run on a machine that has torch 2.11 or later and this package's engine, and neither MLServer nor
-a network: each line is written to ``--json`` when it is known, and after ``--limit`` seconds no further check begins.
+It needs torch 2.11 or later and this package's engine, but neither MLServer nor a network, so that it suits a first run
+on a new machine: each line is written to ``--json`` when it is known, and after ``--limit`` seconds no further check
+begins.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Bench:
-    """The model, the devices, and what was wrong so far."""
+    """The model, the devices, and the errors found so far."""
 
     folder: Path
     layers: int
@@ -70,7 +71,7 @@ class Bench:
     check: str = ""  # that runs now
 
     def tell(self, line: str, **figures: float) -> None:
-        """Prints the line, and appends it with its figures to the file of JSON lines, at once."""
+        """Prints the line, and appends it with its figures to the file of JSON lines at once."""
         print(f"    {line}", flush=True)
         if self.json is not None:
             with self.json.open("a", encoding="utf-8") as file:
@@ -92,13 +93,13 @@ class Bench:
             built.shutdown()
 
     def split(self, places: list[str]) -> dict[str, str]:
-        """A map of the layers over the places in equal parts, the rest at its ends."""
+        """Returns a device map: the layers in equal parts, everything else on the first or last place."""
         at = {f"model.layers.{i}": places[i * len(places) // self.layers] for i in range(self.layers)}
         first, last = places[0], places[-1]
         return {"model.embed_tokens": first, "model.rotary_emb": first, **at, "model.norm": last, "lm_head": last}
 
     def lacks_gpus(self, what: str) -> bool:
-        """Whether there are fewer than two GPUs; says then what is skipped."""
+        """Returns whether there are fewer than two GPUs, and prints then what is skipped."""
         if self.gpus < 2:
             self.tell(f"skipped: {what}: needs two GPUs, here is {self.gpus}")
         return self.gpus < 2
@@ -115,7 +116,7 @@ class Bench:
             self.wrong.append(what)
 
     def tell_speed(self, engine: Engine, *counts: int, what: str = "") -> list[float]:
-        """Returns the tokens/s at so many streams, once it has told them."""
+        """Measures and prints the tokens/s at each number of streams, and returns them."""
         rates = [asyncio.run(speed(self, engine, rows)) for rows in counts]
         for rows, rate in zip(counts, rates, strict=True):
             step = 1000 * rows / max(rate, 0.001)
@@ -142,7 +143,7 @@ async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[
 
 
 async def speed(bench: Bench, engine: Engine, rows: int, patience: float = PATIENCE) -> float:
-    """Tokens/s of rows of mixed lengths, once all of them are decoded, or as many as there is room for."""
+    """Returns tokens/s of rows of mixed lengths, measured when all of them, or as many as fit, are being decoded."""
     sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
     streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
     try:
@@ -160,7 +161,7 @@ async def speed(bench: Bench, engine: Engine, rows: int, patience: float = PATIE
 
 
 def tokens(bench: Bench) -> None:
-    """Greedy tokens of a batch of mixed lengths against transformers, one prompt at a time."""
+    """Compares greedy tokens of a batch of mixed lengths with transformers', computed one prompt at a time."""
     model = LlamaForCausalLM.from_pretrained(bench.folder, dtype=torch.float32).to(bench.gpu).eval()
     expected = []
     for row in range(len(PROMPTS)):
@@ -172,7 +173,7 @@ def tokens(bench: Bench) -> None:
 
 
 def streams(bench: Bench) -> None:
-    """Mixed lengths at 1 to 256 streams."""
+    """Measures mixed lengths at 1 to 256 streams."""
     with bench.engine(dtype="bfloat16" if bench.gpu != "cpu" else "float32") as engine:
         bench.tell_speed(engine, *bench.streams)
     if bench.gpu != "cpu":
@@ -181,7 +182,7 @@ def streams(bench: Bench) -> None:
 
 
 def stages(bench: Bench) -> None:
-    """Two groups at once on one GPU: what the second one adds where a step does not fill it."""
+    """Runs two stages on one GPU, and measures what the second one adds if one step does not fill the GPU."""
     expected = bench.tokens()
     twice = bench.split([bench.gpu, "cuda"])  # two names of one device are two stages
     for pipeline in ("off", "auto"):
@@ -191,7 +192,7 @@ def stages(bench: Bench) -> None:
 
 
 def several(bench: Bench) -> None:
-    """A map over all GPUs: the gain of the pipeline, and as many rows per group as one group had."""
+    """Measures a device map over all GPUs: the gain of the pipeline, with as many rows per group as one group had."""
     if bench.lacks_gpus("a map over several GPUs"):
         return
     everywhere = bench.split([f"cuda:{index}" for index in range(bench.gpus)])
@@ -206,7 +207,7 @@ def several(bench: Bench) -> None:
 
 
 def ranks(bench: Bench) -> None:
-    """A model split over two GPUs by tensor parallelism."""
+    """Measures a model that tensor parallelism splits over two GPUs."""
     if bench.lacks_gpus("a split model"):
         return
     bench.compare("two ranks", bench.tokens(tensor_parallel_size=2), bench.tokens())
@@ -215,7 +216,7 @@ def ranks(bench: Bench) -> None:
 
 
 def offload(bench: Bench) -> None:
-    """A map of the GPU and the CPU, whose layers accelerate brings to the GPU at every step."""
+    """Measures a device map over GPU and CPU, where accelerate copies the CPU's layers to the GPU at every step."""
     expected, half = bench.tokens(), bench.split([bench.gpu, "cpu"])
     for memory, pins in (("pageable", patch.object(loader, "pin_offloaded")), ("pinned", nullcontext())):
         with pins, bench.engine(device_map=half, dtype="float32") as engine:
@@ -224,7 +225,7 @@ def offload(bench: Bench) -> None:
 
 
 def quantised(bench: Bench) -> None:
-    """What loads, what is refused, and how fast it is."""
+    """Prints which quantised weights load or are refused, and their speed."""
     for name, config in QUANTISED.items():
         try:
             with bench.engine(dtype="bfloat16", quantization_config=config) as engine:
@@ -234,7 +235,7 @@ def quantised(bench: Bench) -> None:
 
 
 def transfer(bench: Bench) -> None:
-    """What pinned memory brings at most: 1 GiB from the host."""
+    """Measures the upper limit of what pinned memory gains: copying 1 GiB from the host."""
     for pinned in (False, True):
         host = torch.ones(2**28, pin_memory=pinned)
         host.to(bench.gpu)
@@ -252,7 +253,7 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
 
 
 def save_model(folder: Path, shape: Shape, vocabulary: int, device: str) -> None:
-    """Makes random weights on the device, in bfloat16, and writes them with a tokenizer of as many tokens."""
+    """Makes random bfloat16 weights on the device, and writes them with a tokenizer of as many tokens."""
     torch.manual_seed(0)
     config = llama_config(shape, vocabulary, initializer_range=0.1)  # far from ties
     with torch.device(device):
@@ -265,7 +266,7 @@ def save_model(folder: Path, shape: Shape, vocabulary: int, device: str) -> None
 
 
 def run(bench: Bench, checks: Sequence[str], limit: float = math.inf) -> int:
-    """Returns the exit status. No check begins more than ``limit`` seconds after the first one."""
+    """Runs the checks, and begins none later than ``limit`` seconds after the first one. Returns the exit status."""
     end = time.monotonic() + limit
     for name in checks:
         bench.check = name

@@ -1,10 +1,10 @@
-"""How near our kernels come to what this machine allows: the limits of its memory and units, and the share of them that
-decode steps and prefills reach.
+"""The share of the machine's limits that our kernels reach in decode steps and prefills.
 
-The forwards alone are timed, without scheduler, sampling or server: python benchmarks/bench.py --limits --help
+The limits are the speed of memory and the peaks of the CPU's units; roofline.py explains them. Only forwards are timed,
+without scheduler, sampling or server: python benchmarks/bench.py --limits --help
 
-MLSERVER_TORCH_STREAM_KERNEL names the variant of the kernels, as for a server. roofline.py says what a limit is. With
---json no forward is timed: it prints the limits of the machine and the sizes of the model, which ``make bench`` reads.
+MLSERVER_TORCH_STREAM_KERNEL names the variant of the kernels, as for a server. With --json no forward is timed: it
+prints the limits of the machine and the sizes of the model, which ``make bench`` reads.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-
 
 
 class NotDense(Exception):
-    """A model whose work roofline.py does not know."""
+    """roofline.py cannot compute the work of this model."""
 
 
 class LimitsProgram:
-    """Measures this machine with a program compiled for a variant of the kernels, the best of many short runs each.
+    """Measures this machine with a program compiled for a variant of the kernels; takes the best of many short runs.
 
-    Other guests of a host share its memory: what ``read_speed`` returns can change within a minute.
+    Other guests of a host share its memory, so that the result of ``read_speed`` can change within a minute.
     """
 
     def __init__(self, variant: str, threads: int, seconds: float = 1.0, megabytes: int = 512) -> None:
@@ -80,7 +80,7 @@ class LimitsProgram:
         return Limits(self.read_speed(), {unit: self._peak(unit) for unit in (*UNITS, INT8)})
 
     def read_speed(self) -> float:
-        """In bytes a second."""
+        """Returns bytes per second."""
         read, memory = self._library.limit_read, self._memory
         read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         return self._best(lambda i: read(memory[i].data_ptr(), memory.shape[1]), lambda _: memory.numel())
@@ -103,7 +103,7 @@ class LimitsProgram:
 
 
 def model_of(model: Any, weight_bytes: float | None = None) -> Model:
-    """``weight_bytes``: of the file that holds them packed. Raises NotDense."""
+    """``weight_bytes`` is the size of the file with packed weights. Raises NotDense."""
     config, head = model.config, getattr(model, "lm_head", None)
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     layers = sum(size for name, size in sizes.items() if name.endswith("proj.weight"))
@@ -117,7 +117,10 @@ def model_of(model: Any, weight_bytes: float | None = None) -> Model:
 
 
 def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str, Any]:
-    """What ``roofline.share`` asks for, of the model in a folder, or of it packed in a GGUF file. Raises NotDense."""
+    """Returns the arguments of ``roofline.share`` for the model in a folder, or packed in a GGUF file.
+
+    Raises NotDense.
+    """
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     dense = model_of(model, weights.stat().st_size if weights else None)
@@ -131,14 +134,14 @@ def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str
 
 @dataclass(frozen=True)
 class Column:
-    """A forward, and the pages that it works on."""
+    """A forward, and the layout of the pages on which it works."""
 
     forward: Any
     layout: CacheLayout
     page_size: int = 16
 
     def tables(self, rows: int, length: int) -> tuple[PagedCache, list[tuple[list[int], ...]]]:
-        """A cache for so many sequences of one length, and the block tables of each."""
+        """Returns a cache for ``rows`` sequences of one length, and the block tables of each."""
         groups = self.layout.spec(self.page_size).groups
         each = -(-length // self.page_size)
         cache = PagedCache(self.layout, self.page_size, [rows * each] * len(groups), state_slots=0)
@@ -146,7 +149,10 @@ class Column:
         return cache, [tuple(pages[row * each : (row + 1) * each] for pages in order) for row in range(rows)]
 
     def decode_ms(self, rows: int, context: int = CONTEXT) -> float:
-        """The fastest of a few steps: the machine may be shared. Keys and values are zeros, which take as long."""
+        """Returns the time of the fastest of a few steps, as the machine may be shared. Keys and values are zeros.
+
+        Zeros take as long as other values.
+        """
         cache, tables = self.tables(rows, context + 1)
         batch = Batch(tuple(BatchSequence((11 + row,), context, table) for row, table in enumerate(tables)))
         self.forward(batch, cache)

@@ -1,6 +1,6 @@
-"""Shapes of load: all at once, one after another, as they come, always so many, and prompts among running streams.
+"""Shapes of load: all at once, one after another, at given times, a constant number, and prompts among running streams.
 
-Knows neither servers nor figures: it sends asks through an endpoint and gives back the recordings.
+Sends requests through an endpoint and returns the recordings; does not depend on servers or figures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SETTLED = 16
 
 
 class Endpoint(Protocol):
-    """One way into one running server; ``port`` is that of its HTTP."""
+    """An endpoint of one running server; ``port`` is its HTTP port."""
 
     @property
     def port(self) -> int: ...
@@ -33,22 +33,22 @@ class Endpoint(Protocol):
 
 
 async def together(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
-    """All at once."""
+    """Sends all requests at once."""
     return await _run(endpoint, asks, [0.0] * len(asks))
 
 
 async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
-    """Each when the one before it has ended."""
+    """Sends each request when the one before it has ended."""
     return [recording for ask in asks for recording in await together(endpoint, [ask])]
 
 
 async def at_times(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
-    """Each at its own time, whatever the server makes of it."""
+    """Sends each request at its own time, however slow the server is."""
     return await _run(endpoint, asks, offsets)
 
 
 async def always(endpoint: Endpoint, asks: Sequence[Ask], streams: int) -> list[Recording]:
-    """So many at any time: the next one when one of them has ended."""
+    """Keeps ``streams`` requests in flight: sends the next one when one of them has ended."""
     requests = iter([endpoint.request(ask) for ask in asks])
     recordings: list[Recording] = []
 
@@ -64,7 +64,7 @@ async def always(endpoint: Endpoint, asks: Sequence[Ask], streams: int) -> list[
 async def intrusion(
     endpoint: Endpoint, asks: Sequence[Ask], late: Sequence[Ask]
 ) -> tuple[list[Recording], list[Recording]]:
-    """All at once; when every one of them streams, the late ones come together."""
+    """Sends ``asks`` at once, and when all of them are streaming, sends the ``late`` ones together."""
     recordings = [Recording() for _ in asks]
     settled = _when_all_stream(recordings, _SETTLED)
     first = asyncio.gather(
@@ -82,7 +82,7 @@ async def intrusion(
 
 
 def _when_all_stream(recordings: Sequence[Recording], chunks: int) -> asyncio.Future[None]:
-    """Done as soon as every recording has this many chunks, or is over."""
+    """Returns a future that is done when every recording has this many chunks or has ended."""
     reached = asyncio.get_running_loop().create_future()
     waiting = set(range(len(recordings)))
 
@@ -124,7 +124,7 @@ def read(endpoint: Endpoint, asks: Sequence[Ask], recordings: Sequence[Recording
 
 
 async def probe_health(port: int, until: asyncio.Future[Any], every_s: float = 0.01) -> list[float]:
-    """Latencies of ``GET /v2/health/live`` on one kept connection, until ``until`` is done."""
+    """Returns latencies of ``GET /v2/health/live`` over one kept connection, measured until ``until`` is done."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     latencies = []
     try:

@@ -1,4 +1,4 @@
-"""What a result must say about the machine that it was measured on."""
+"""Describes the machine on which a result was measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 
 def chip() -> str:
-    """What a file of results is called: a family of CPUs, or of the first GPU."""
+    """Returns the name of a chip's file of results: that of the first GPU, or of the CPU's family."""
     name, info = _cpu_name(), _cpu_info()
     if "EPYC" in name or "Ryzen" in name:
         family = {"25": "zen4" if "avx512f" in info.get("flags", "") else "zen3", "26": "zen5"}
@@ -43,7 +43,7 @@ def chip() -> str:
 
 
 def warning(described: dict[str, Any]) -> str | None:
-    """Said where other processes have been busy: OpenMP servers collapse beside other load."""
+    """Returns a warning if other processes are busy, as OpenMP servers become very slow beside other load."""
     load = described["load_before"]
     if load is None or load <= _BUSY * described["cores"]:
         return None
@@ -66,7 +66,7 @@ def _load() -> float | None:
 
 
 def _cpu_info() -> dict[str, str]:
-    """Of the first CPU, where Linux tells it."""
+    """Returns the fields of /proc/cpuinfo for the first CPU; empty without that file."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

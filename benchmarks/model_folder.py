@@ -1,4 +1,4 @@
-"""The folder of a model's weights and tokenizer, which peers load and prompts are made with; converts it if needed.
+"""The folder with a model's weights and tokenizer, which peers load and prompts are made with; converts it if needed.
 
 A separate process imports torch, so that the measuring process stays small.
 """
@@ -30,7 +30,7 @@ _LIMITS_S = 300.0
 
 
 class NoFolder(Exception):
-    """A model whose files are in no folder of this machine."""
+    """There is no folder with the model's files on this machine."""
 
 
 def model_folder(uri: str, extra: Mapping[str, Any]) -> Path:
@@ -42,7 +42,7 @@ def model_folder(uri: str, extra: Mapping[str, Any]) -> Path:
 
 
 def gguf_file(uri: str) -> Path:
-    """The model's own GGUF file. Raises NoFolder."""
+    """Returns the model's own GGUF file. Raises NoFolder."""
     file = _told(_FIND, uri)
     if file.suffix != ".gguf" or not file.is_file():
         raise NoFolder(f"{uri!r} is no GGUF file")
@@ -50,7 +50,7 @@ def gguf_file(uri: str) -> Path:
 
 
 def measure_roofline(folder: Path, weights: Path | None = None) -> dict[str, Any] | str:
-    """What ``roofline.share`` asks for, of this machine and this model; or the reason why it is not known."""
+    """Returns the arguments of ``roofline.share`` for this machine and model, or the reason why they are unknown."""
     command = [sys.executable, "-m", "benchmarks.limits", str(folder), "--json"]
     command += ["--weights", str(weights)] if weights else []
     done = subprocess.run(
@@ -63,7 +63,7 @@ def measure_roofline(folder: Path, weights: Path | None = None) -> dict[str, Any
 
 
 def _told(program: str, *arguments: str) -> Path:
-    """The path that a program prints last."""
+    """Runs a program, and returns the path that it prints last."""
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_S, stdin=subprocess.DEVNULL)
     lines = done.stdout.splitlines()

@@ -1,4 +1,5 @@
-"""Counts the files and lines of the package by room: code, docstrings and comments, and blank lines apart.
+"""Counts the files and lines of each part of the package, with separate counts of code, docstrings and comments, and
+blank lines.
 
 ``python -m benchmarks.package_size [FOLDER]`` counts a checkout, this one by default. It also counts the modules that
 have one importer and fewer than 80 lines.
@@ -20,7 +21,7 @@ _COLUMNS = ("files", "code", "docstrings", "comments", "blank")
 
 
 def _python_lines(source: str) -> Counter[str]:
-    """Each line once: blank, of a docstring, of a comment alone, or of code."""
+    """Counts each line once: as blank, docstring, comment or code."""
     tree = ast.parse(source)
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     docstrings = {
@@ -53,7 +54,7 @@ def _native_lines(source: str) -> Counter[str]:
 
 
 def _importers(sources: dict[str, str]) -> dict[str, set[str]]:
-    """For each module, the other modules of the package that import it or a name of it."""
+    """Returns for each module the other modules of the package that import it or one of its names."""
     importers: dict[str, set[str]] = defaultdict(set)
     for module, source in sources.items():
         for node in ast.walk(ast.parse(source)):

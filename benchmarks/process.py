@@ -1,6 +1,6 @@
-"""Starts and stops a server process, by its pid, and reads from /proc what its processes use.
+"""Starts and stops a server process by its pid, and reads from /proc what its processes use.
 
-On a system without /proc the usage is left out.
+On a system without /proc, the usage is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAMPLE_S = 0.25
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that descend from it."""
+    """Returns the pids of the process and all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
@@ -34,7 +34,7 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of the whole family, user and system."""
+    """Returns the user and system CPU seconds of the process and all its descendants."""
     ticks = 0
     for each in family(pid):
         with suppress(OSError):
@@ -44,7 +44,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def rss_mib(pids: Sequence[int]) -> float:
-    """Summed over processes: pages that they share count once for each."""
+    """Sums resident memory over processes; a page that several of them share counts for each."""
     total = 0
     for each in pids:
         with suppress(OSError):
@@ -54,7 +54,7 @@ def rss_mib(pids: Sequence[int]) -> float:
 
 
 def available_mib() -> float:
-    """Memory that programs can still have; all there can be where that is unknown."""
+    """Returns the memory that programs can still allocate; infinity if it is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def available_mib() -> float:
 
 
 class Usage:
-    """CPU seconds and the most memory of a server while a block lasts; also the CPU seconds of this client."""
+    """Measures a server's CPU seconds and peak memory while a block runs, and the CPU seconds of this client."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -116,7 +116,7 @@ def free_ports(count: int) -> list[int]:
 def running(
     command: Sequence[str], environment: Mapping[str, str], log_path: Path, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts it in a session of its own, so that what it started itself ends with it."""
+    """Starts the process in its own session, so that the processes it starts end with it."""
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -134,7 +134,7 @@ def running(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the process, then ends whatever is left of its group, which is its own."""
+    """Terminates the process, then kills whatever is left of its process group."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_S)

@@ -1,6 +1,6 @@
-"""Prompts of a wanted length in tokens, no two with the same beginning, the same ones for every server of a run.
+"""Prompts of given lengths in tokens, no two with the same beginning, and the same for every server of a run.
 
-Knows the tokenizer's file only; nothing of the model.
+Needs only the file of the tokenizer, and nothing of the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLACK = 1  # 127 to 129 tokens are a prompt of 128
 
 
 class Prompts:
-    """``seed`` fixes all of them; ``text`` never gives the same one twice for different labels."""
+    """``seed`` determines all prompts; ``text`` never returns the same prompt for different labels."""
 
     def __init__(self, folder: Path, seed: int = 1) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -34,7 +34,7 @@ class Prompts:
         self._seed = seed
 
     def text(self, tokens: int, *label: object) -> tuple[str, int]:
-        """A prompt of so many tokens, and how many it has exactly."""
+        """Returns a prompt of about ``tokens`` tokens, and its exact number."""
         for attempt in range(100):
             dice = random.Random(f"{self._seed} {label} {attempt}")
             # Two random numbers first: no two prompts share more than a few tokens, so no prefix is ever cached.
@@ -50,14 +50,14 @@ class Prompts:
         return [Ask(*self.text(tokens, *label, index), new_tokens) for index in range(count)]
 
     def passage(self, tokens: int, *label: object) -> tuple[str, int]:
-        """English prose from some place on, and how many tokens it has."""
+        """Returns English prose from a random place on, and its number of tokens."""
         ids = self._tokenizer.encode(_ENGLISH.read_text(encoding="utf-8"), add_special_tokens=False).ids
         start = random.Random(f"{self._seed} {label}").randrange(len(ids) - tokens)
         text = self._tokenizer.decode(ids[start : start + tokens], skip_special_tokens=False)
         return text, self.count(text)
 
     def count(self, text: str) -> int:
-        """As a server counts: with the special tokens that the tokenizer adds to every text."""
+        """Counts tokens as a server does: with the special tokens that the tokenizer adds to every text."""
         return len(self._tokenizer.encode(text).ids)
 
     def _prose(self, dice: random.Random, words: int) -> str:

@@ -1,11 +1,11 @@
-"""Counts the modules that one warm request enters, and lists the shapes that its prompt takes on the way.
+"""Counts the modules that one warm request enters, and lists the types of objects that hold its prompt on the way.
 
-``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process, asks each
-kind of request twice, infers one object of a cloud run with each model twice, and profiles the second one in every
+``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process. It sends each
+kind of request twice, and infers one object of a cloud run twice with each model; the second time is profiled in every
 thread. A module counts if one of its functions runs before the model's first forward, or before the handler is called;
 ``in all`` counts until the reply has ended. A shape is a class of ours whose new object holds the prompt itself, its
-text or its token ids, in a field or in a list or mapping there. The bytes of the request and what MLServer or our
-parser makes of them are shapes too.
+text or its token ids, in a field or in a list or mapping there. The bytes of the request, and what MLServer or our
+parser makes of them, are shapes too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PAUSE_S = 0.5  # the last request's clean-up ends
 
 
 class PathRecorder:
-    """Notes the modules and the shapes of everything that runs while ``recording``, in every thread."""
+    """Records the modules and the shapes of everything that runs in any thread while ``recording`` is true."""
 
     def __init__(self) -> None:
         self.recording = False
@@ -111,7 +111,7 @@ def _fields(made: Any) -> Iterator[Any]:
 
 
 async def _serve_while(folder: Path, work: Callable[[str, str], None]) -> None:
-    """Runs MLServer on this thread, which its signals need, and ``work`` on another with the ports' addresses."""
+    """Runs MLServer on this thread, as its signals need, and ``work`` with the ports' addresses on another."""
     http_port, grpc_port, metrics_port = free_ports(3)
     given = {"host": HOST, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "debug": False}
     given |= {"parallel_workers": 0, "model_repository_implementation": "mlserver_torch_stream.GuardedModelRepository"}
@@ -148,7 +148,7 @@ def _stream_over_grpc(address: str) -> None:
 
 
 def _infer_object(folder: str, endpoint: ServerEndpoint) -> None:
-    """A cloud run over the one object in the folder, whose batches go to this server as to the child of a command."""
+    """Runs a cloud run over the one object in the folder, whose batches go to this server."""
 
     async def infer() -> None:
         async for result in stream(CloudRun(folder), endpoint):

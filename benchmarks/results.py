@@ -1,7 +1,7 @@
-"""Results as lines of JSON, one a measured run, in one file for each chip.
+"""Results as lines of JSON, one line for each measured cell, in one file for each chip.
 
 A run of a command begins with a line that says its name, date, commit, machine and model. Each measured cell follows
-with a line of its own: the server, the endpoint, the case, the sweep, and its figures, or in ``value`` why it has none.
+with its own line: the server, the endpoint, the case, the sweep, and its figures, or in ``value`` why it has none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Run:
     cells: dict[Cell, dict[str, Any]] = field(default_factory=dict)
 
     def as_result(self) -> dict[str, Any]:
-        """The head, and all cells by server, endpoint and case: the best and the median of the sweeps, and each."""
+        """Returns the head and all cells by server, endpoint and case: best, median and all values of the sweeps."""
         servers: dict[str, dict[str, Any]] = {}
         for name, versions in self.head.get("servers", {}).items():
             servers[name] = {"name": name, "versions": versions, "cases": {}, "failures": {}, START: []}
@@ -52,7 +52,7 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Raises ValueError for a line that cannot be read, but for the last: a command that was killed may have cut it."""
+    """Raises ValueError for a line that cannot be read, except the last, which a killed command may have cut."""
     runs: dict[str, Run] = {}
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     for number, text in enumerate(filter(None, lines), 1):
@@ -71,10 +71,10 @@ def read_runs(path: Path) -> list[Run]:
 
 
 class Recorder:
-    """Appends the lines of one run to a file, and goes on with a run that was stopped."""
+    """Appends the lines of one run to a file, and continues a run that was stopped."""
 
     def __init__(self, path: Path, head: Mapping[str, Any], again: bool = False) -> None:
-        """The latest run with the same name, commit, model and settings goes on, unless ``again``."""
+        """Continues the latest run with the same name, commit, model and settings, unless ``again`` is set."""
         self.path = path
         asked = json.loads(json.dumps(dict(head)))
         runs = read_runs(path)
@@ -107,12 +107,12 @@ def _drop_cut_line(path: Path) -> None:
 
 
 def short(figures: Figures) -> Figures:
-    """With as many digits as a measurement has."""
+    """Rounds figures to the significant digits of a measurement."""
     return {name: float(f"{value:.{_DIGITS}g}") if value % 1 else int(value) for name, value in figures.items()}
 
 
 def commit() -> str:
-    """Of this checkout, with a plus sign where files differ from it; empty outside a checkout."""
+    """Returns the commit of this checkout, with a plus sign if files differ from it; empty outside a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()

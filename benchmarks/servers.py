@@ -1,6 +1,6 @@
-"""Servers as a bench sees them: something that starts, is ready at some time, and has endpoints.
+"""Servers as a benchmark sees them: something that starts, becomes ready, and has endpoints.
 
-Knows neither what is measured nor how one particular server is started, but for ours.
+Does not know what is measured, nor how any server but ours is started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG_TAIL = 1500
 
 
 class StartFailed(Exception):
-    """A server that ended or was not ready in time; says what its log says."""
+    """A server ended or was not ready in time; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Contender(Protocol):
 
     @property
     def one_at_a_time(self) -> bool:
-        """True where further requests wait for the first: cases with many long answers are pointless."""
+        """Returns whether requests wait for the first one to end; cases with many long answers are then pointless."""
 
     def versions(self) -> dict[str, str]: ...
 
     def start(self, folder: Path) -> AbstractContextManager[Live]:
-        """``folder`` is empty, for its settings and its log. Raises StartFailed."""
+        """``folder`` is an empty folder for its settings and its log. Raises StartFailed."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def write_mlserver_folder(
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's own, without settings that would leak into a server."""
+    """Returns this process's environment without settings that would leak into a server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_")} | {
         name: value for name, value in os.environ.items() if name == "MLSERVER_TORCH_STREAM_CACHE"
     }
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log: Path, status: int = 200) -> None:
-    """Until ``path`` answers with the status. Raises StartFailed."""
+    """Waits until ``path`` answers with the status. Raises StartFailed."""
     end = time.monotonic() + _READY_S
     while time.monotonic() < end:
         if process.poll() is not None:
@@ -123,7 +123,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log
 
 
 def answering(port: int, path: str) -> int | None:
-    """Returns the status of ``GET path``; None where nothing listens yet."""
+    """Returns the status of ``GET path``; None if nothing listens yet."""
     with (
         closing(http.client.HTTPConnection(HOST, port, timeout=5)) as connection,
         suppress(OSError, http.client.HTTPException),

@@ -1,6 +1,7 @@
-"""``make soak``: short requests over all endpoints in turn; what the server holds must stay, and its counts be exact.
+"""``make soak``: sends short requests to all endpoints in turn. What the server holds must stay constant, its counts
+exact.
 
-Knows the server only as a process with ports. The first quarter of the requests is the warm-up.
+Uses the server only as a process with ports. The first quarter of the requests is the warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MOST = {"rss_mib": 32.0, "descriptors": 4, "threads": 4}  # the latter two: poo
 
 @dataclass(frozen=True)
 class Held:
-    """What the server's process holds when no request is under way, after so many requests."""
+    """What the server's process holds after a number of requests, when no request is running."""
 
     requests: int
     rss_mib: float
@@ -47,7 +48,7 @@ class Held:
 
 
 def soak(server: Live, requests: int) -> tuple[list[Held], int, int]:
-    """Samples, the tokens that the answers had, and those that the server has counted."""
+    """Returns the samples, the number of tokens in the answers, and the number that the server has counted."""
     clients = [SoakClient(server.http_port, server.grpc_port) for _ in range(_CLIENTS)]
     held, tokens, sent, began = [], 0, 0, time.monotonic()
     try:
@@ -68,7 +69,7 @@ def soak(server: Live, requests: int) -> tuple[list[Held], int, int]:
 
 
 def _ask(client: SoakClient, numbers: Iterator[int]) -> int:
-    """Takes numbers that the other clients have not taken, until there are none."""
+    """Sends the requests with numbers that no other client has taken, until none are left."""
     return sum(client.requests[number % len(client.requests)]() for number in numbers)
 
 
@@ -85,21 +86,21 @@ def counted_tokens(port: int) -> int:
 
 
 def growth(held: Sequence[Held]) -> dict[str, tuple[float, float]]:
-    """The most of each in the quarter after the warm-up, and in the last one."""
+    """Returns the maximum of each value in the quarter after the warm-up, and in the last quarter."""
     quarter = len(held) // 4
     first, last = held[_WARM_UP : _WARM_UP + quarter], held[-quarter:]
     return {name: (max(getattr(x, name) for x in first), max(getattr(x, name) for x in last)) for name in _MOST}
 
 
 def problems(held: Sequence[Held], tokens: int, counted: int) -> list[str]:
-    """What grew after the warm-up, and counts that differ."""
+    """Returns which values grew after the warm-up, and whether the counts differ."""
     found = [] if tokens == counted else [f"{tokens} tokens answered, {counted} counted by the server"]
     grown = growth(held).items()
     return found + [f"{name} grew from {a:g} to {b:g}" for name, (a, b) in grown if b - a > _MOST[name]]
 
 
 def summary(result: Mapping[str, Any], held: Sequence[Held]) -> str:
-    """The figures as the row of docs/reliability.md has them."""
+    """Returns the figures as a row of docs/reliability.md."""
     pairs = {name: f"{first:g}, then {last:g}" for name, (first, last) in growth(held).items()}
     return (
         f"{result['requests']:,} requests in {result['seconds']:,.0f} s: MiB of RSS {pairs['rss_mib']}; "

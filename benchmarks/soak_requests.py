@@ -1,7 +1,7 @@
-"""One short request to each endpoint of a server, in every spelling, each checked. Keeps no state of its own.
+"""One short request to each endpoint of a server, in the format of each API, each checked. Keeps no state of its own.
 
-Knows neither processes nor memory. A request returns the tokens that it generated. The connections stay open, and are
-Python's own ``http.client``: it takes a third of httpx's processor time, which the server has instead.
+Knows neither processes nor memory. A request returns the tokens that it generated. The connections stay open, and use
+Python's own ``http.client``: it needs a third of httpx's CPU time, which is left for the server.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _READ = (
 
 
 class WrongAnswer(Exception):
-    """An answer is not what the request asks for. The message has both."""
+    """An answer is not what the request asked for. The message has both."""
 
 
 class SoakClient:
-    """One client with its connections, which asks one request after the other."""
+    """One client with its connections. It sends one request after the other."""
 
     def __init__(self, http_port: int, grpc_port: int) -> None:
         self._http = HTTPConnection(HOST, http_port, timeout=_TIMEOUT_S)
@@ -88,7 +88,10 @@ class SoakClient:
         self._channel.close()
 
     def _ask(self, method: str, path: str, body: Any = None, kind: str = "application/json", status: int = 200) -> str:
-        """The text of the answer. ``body``: bytes, or an object for JSON. Raises WrongAnswer for another status."""
+        """Returns the text of the answer.
+
+        ``body`` is bytes, or an object for JSON. Raises WrongAnswer for another status.
+        """
         if self._http.sock is not None and select([self._http.sock], [], [], 0)[0]:
             self._http.close()  # the server has closed it, as it does where a client is silent for some seconds
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -108,7 +111,7 @@ class SoakClient:
         return 0
 
     def _file(self) -> int:
-        """Four requests that leave nothing behind, counted as one."""
+        """Uploads, reads and deletes a file in four requests, counted as one; nothing remains on the server."""
         path = f"/v1/files/{json.loads(self._ask('POST', '/v1/files', _UPLOAD, _FORM))['id']}"
         self._ask("GET", path)
         content = self._ask("GET", f"{path}/content")

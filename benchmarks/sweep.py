@@ -33,8 +33,10 @@ _KILLED = "ended with -9"  # by the kernel, which had no memory left
 
 @dataclass(frozen=True)
 class Plan:
-    """``lenient``: a server that answers wrongly, or does not start, is noted and passed over, not an error.
-    ``least_mib``: memory that each server needs at the least."""
+    """With ``lenient``, a server that answers wrongly or does not start is recorded and skipped instead of raising.
+
+    ``least_mib`` is the memory that each server needs at least.
+    """
 
     cases: Sequence[Case]
     scale: Scale
@@ -47,7 +49,7 @@ class Plan:
 
 
 def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Recorder) -> None:
-    """Interleaved: every server once, then every server again."""
+    """Runs the sweeps interleaved: every server once, then every server again."""
     for sweep in range(plan.sweeps):
         for name, contender in contenders.items():
             left = _left(name, contender, plan, sweep, recorder)
@@ -74,7 +76,7 @@ Left = dict[tuple[str, str, str, int], Case]
 
 
 def _left(name: str, contender: Contender, plan: Plan, sweep: int, recorder: Recorder) -> Left:
-    """The cells of a server that have no line yet."""
+    """Returns the cells of a server that have no line yet."""
     cells = {(name, endpoint, case.name, sweep): case for endpoint in plan.endpoints for case in plan.cases}
     left = {cell: case for cell, case in cells.items() if not recorder.has(cell)}
     if contender.one_at_a_time:
@@ -129,7 +131,7 @@ async def _attempt(
 
 
 def run_quietly(measuring: Coroutine[Any, Any, Result]) -> Result:
-    """Without the garbage collector, whose pauses would be taken for the server's; on the loop that costs least."""
+    """Runs without the garbage collector, whose pauses would count as the server's, and on the fastest event loop."""
     gc.collect()
     gc.disable()
     try:

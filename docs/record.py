@@ -1,4 +1,4 @@
-"""Draws docs/stream.svg: a chat in a terminal, each token at the moment at which it came from a real server.
+"""Draws docs/stream.svg: a chat in a terminal, with each token at the time at which a real server sent it.
 
 python docs/record.py --url http://127.0.0.1:8080 --model smollm2
 """
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def record(url: str, model: str) -> list[tuple[float, str]]:
-    """Seconds since the request, and the text that came."""
+    """Returns the pieces of the text, each with the seconds from the request to its arrival."""
     began = time.monotonic()
     messages = [{"role": "user", "content": QUESTION}]
     deltas = client.stream(url, model, messages=messages, max_tokens=120, temperature=0, stop=["\n\n"])

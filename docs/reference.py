@@ -1,7 +1,7 @@
 """Writes the reference into the pages, from the code: settings, parameters, endpoints, metrics, errors and commands.
 
-Knows no meanings: each stands where the code declares the thing. ``make docs-reference`` runs this; with ``--check`` it
-names the pages that differ from the code, and writes nothing.
+All descriptions come from where the code declares things. ``make docs-reference`` runs this; with ``--check`` it names
+the pages that differ from the code, and writes nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def server_settings(group: str) -> Rows:
 
 
 def chosen(rows: Mapping[str, tuple[str, ...]], groups: Mapping[str, str], group: str) -> Rows:
-    """The rows of a group. Raises ValueError if a setting is in no group, or a group has a name that is no setting."""
+    """Returns the rows of a group.
+
+    Raises ValueError if a setting is in no group, or a group names an unknown setting.
+    """
     wrong = rows.keys() ^ " ".join(groups.values()).split()
     if wrong:
         raise ValueError(f"docs/reference.py: each setting must be in one group: {', '.join(sorted(wrong))}")
@@ -122,7 +125,7 @@ _ERRORS = {
 
 
 def errors() -> Rows:
-    """Each class of error with its REST status, and the gRPC code that MLServer finds for that, where it finds one."""
+    """Returns each class of error with its REST status, and the gRPC code that MLServer derives from it, if any."""
     from mlserver_torch_stream.errors import RequestError
 
     rows: Rows = []
@@ -167,7 +170,7 @@ _VERSION, _OPENAI = "/versions/{model_version}", "/openai"
 
 
 def endpoints() -> str:
-    """The REST endpoints of a server on which everything is switched on."""
+    """Returns the REST endpoints of a server with all features enabled."""
     from mlserver_torch_stream.server.management.management_app import document
 
     sections: dict[tuple[str, str], Rows] = {(title, page): [] for _, title, page in _SECTIONS}
@@ -187,7 +190,7 @@ def endpoints() -> str:
 
 
 def _rest_paths() -> dict[str, set[str]]:
-    """Each path of the REST port with its methods; empty: any method."""
+    """Returns each path of the REST port with its methods; no methods mean any method."""
     from mlserver.handlers import DataPlane, ModelRepositoryHandlers
     from mlserver.registry import MultiModelRegistry
     from mlserver.repository import ModelRepositoryFactory
@@ -216,7 +219,7 @@ def _rest_paths() -> dict[str, set[str]]:
 
 
 def commands() -> str:
-    """The options of each command, as its parser has them."""
+    """Returns the options of each command, as its parser declares them."""
     from mlserver_torch_stream import cli
     from mlserver_torch_stream.cli.cloud_options import parser as cloud
 
@@ -278,8 +281,10 @@ _PAGES: Mapping[str, tuple[str, Callable[[], str]]] = {
 
 
 def pages() -> dict[str, str]:
-    """Each page of docs/ that has something of the reference, as the code wants it. Raises ValueError for a page that
-    lacks the place of a table."""
+    """Returns each page of docs/ that has a part of the reference, as the code requires it.
+
+    Raises ValueError for a page without a place for its table.
+    """
     made = {page: f"{head}\n{body()}" for page, (head, body) in _PAGES.items()}
     for name, (page, rows) in _TABLES.items():
         text = made.get(page) or (_DOCS / page).read_text(encoding="utf-8")
@@ -292,7 +297,7 @@ def pages() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """0, or 1 if a page differs and ``--check`` is given."""
+    """Returns 0, or 1 if a page differs and ``--check`` is given."""
     differing = [
         (_DOCS / page, text)
         for page, text in pages().items()
@@ -309,7 +314,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
-    """The fields with the docstrings under them. Raises ValueError for a field that has none."""
+    """Yields the fields with the docstrings below them. Raises ValueError for a field without one."""
     (tree,) = [
         each for each in ast.parse(textwrap.dedent(inspect.getsource(model))).body if isinstance(each, ast.ClassDef)
     ]

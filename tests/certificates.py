@@ -1,7 +1,4 @@
-"""An authority and certificates that it signs, made anew for a test: valid for a day, for this machine alone.
-
-Knows nothing of servers.
-"""
+"""A certificate authority and certificates made for a test: valid for a day, and only for this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Pair:
 
 
 class Authority:
-    """Its own certificate is ``certificate``."""
+    """An authority; ``certificate`` is its own certificate."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +35,7 @@ class Authority:
         self.certificate.write_bytes(_pem(signed.sign(self._key, hashes.SHA256())))
 
     def sign(self, name: str, encryption: serialization.KeySerializationEncryption = _PLAIN) -> Pair:
-        """A certificate for 127.0.0.1 and localhost."""
+        """Returns a certificate for 127.0.0.1 and localhost."""
         key = ec.generate_private_key(ec.SECP256R1())
         hosts = x509.SubjectAlternativeName(
             [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

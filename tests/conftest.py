@@ -1,4 +1,4 @@
-"""What several test rooms share. Imports no torch: the torch-free rooms run without it.
+"""What several folders of tests share. Imports no torch, since some of these folders run without it.
 
 A fixture that needs torch imports it when it is used.
 """
@@ -95,7 +95,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run in several processes: what shares servers or a module's fixtures runs in one of them."""
+    """If tests run in several processes, those that share servers or a module's fixtures run in the same one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRoom(LoadScopeScheduling):
@@ -107,7 +107,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In several processes, what takes longest begins first: rooms of servers, long files, files of many tests."""
+    """In several processes, the longest tests begin first: folders with servers, long files, files with many tests."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     tests = Counter(_scope(item.nodeid) for item in items)
@@ -129,9 +129,9 @@ def _scope(nodeid: str) -> str:
 
 @pytest.fixture(scope="session")
 def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of all processes of this run, with our kernels where there is a compiler.
+    """A cache folder for all processes of this run, with our kernels if there is a compiler.
 
-    It runs once, and not at all where an earlier run of these tests has compiled the same sources.
+    The compiler runs once, or not at all if an earlier run of these tests has compiled the same sources.
     """
     from filelock import FileLock
 
@@ -157,9 +157,10 @@ def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random Llama: fp32, two layers, a byte-level tokenizer of its own, a chat template.
+    """The folder of a random Llama in float32, with two layers, its own byte-level tokenizer, and a chat template.
 
-    All processes of a run share it. So the first server proves its kernels, and the others find the record of it.
+    All processes of a run share it. So the first server checks its kernels, and the others find the record of that
+    check.
     """
     pytest.importorskip("torch")  # the torch-free rooms run without it, and their few tests of engines are skipped
     from filelock import FileLock

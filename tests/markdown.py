@@ -1,7 +1,4 @@
-"""The parts of a Markdown page that can be wrong: its fenced blocks, its tables, its links.
-
-Knows nothing of what they say.
-"""
+"""The parts of a Markdown page that can be checked: its fenced blocks, its tables and its links."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")  # with or without a titl
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block, where it stands, and the ``text`` block that shows its output."""
+    """One fenced block, its place, and the ``text`` block that shows its output."""
 
     page: str
     line: int
@@ -30,13 +27,13 @@ class Block:
 
 
 def pages() -> list[str]:
-    """README.md, the pages of docs/ and the recipes."""
+    """Returns README.md, the pages of docs/ and the recipes."""
     docs = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md")]
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in docs)]
 
 
 def pages_of_reference() -> list[str]:
-    """The pages that `make docs-reference` writes as a whole."""
+    """Returns the pages that `make docs-reference` writes completely."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/reference").glob("*.md"))
 
 
@@ -45,7 +42,7 @@ def read(page: str) -> str:
 
 
 def blocks(page: str) -> list[Block]:
-    """The page's blocks in order; a ``text`` block belongs to the block before it."""
+    """Returns the page's blocks in order; a ``text`` block belongs to the block before it."""
     text = read(page)
     found: list[Block] = []
     for match in _FENCE.finditer(text):
@@ -60,7 +57,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The body of the first table under a heading, cell by cell."""
+    """Returns the rows and cells of the first table under a heading, without its head."""
     text = read(page)
     section = text.partition(f"# {heading}\n")[2]
     assert section, f"{page} has no heading {heading!r}"
@@ -75,7 +72,7 @@ def code_spans(cell: str) -> list[str]:
 
 
 def compare(shown: str, output: str) -> None:
-    """Every line that the page shows is a line of the output, in this order; … stands for anything."""
+    """Checks that the output has every line of ``shown``, in this order; … matches anything."""
     lines = iter(output.splitlines())
     for expected in shown.splitlines():
         pattern = ".*".join(re.escape(part) for part in expected.strip().split("…"))
@@ -99,7 +96,7 @@ class Link:
 
 
 def local_links(page: str) -> list[Link]:
-    """The links that stay in this repository."""
+    """Returns the links to files of this repository."""
     found = []
     for target in _LINK.findall(read(page)):
         if "://" not in target:

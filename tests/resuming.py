@@ -1,6 +1,6 @@
-"""A plugin of pytest, ``-p tests.resuming``: a run leaves out the tests that an earlier run has passed.
+"""A pytest plugin, ``-p tests.resuming``: a run skips the tests that an earlier run has passed.
 
-The variable PASSED_TESTS names the file of their names; without it every test runs.
+The variable PASSED_TESTS names the file with their names; without it, every test runs.
 """
 
 from __future__ import annotations

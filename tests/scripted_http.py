@@ -1,7 +1,4 @@
-"""A scripted HTTP server: one handler on a free port, a thread for each connection, until its block ends.
-
-Knows nothing of what is asked.
-"""
+"""A scripted HTTP server: one handler on a free port, with a thread for each connection, until its block ends."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
-        """The whole of it; to HEAD all but the body."""
+        """Sends a whole response; for HEAD, without its body."""
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
@@ -36,12 +33,12 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves, or was killed, is none of the server's business."""
+        """Ignores clients that leave or are killed."""
 
 
 @contextmanager
 def serving(handler: Callable[..., BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """The server's URL."""
+    """Yields the server's URL."""
     http = _Server(("127.0.0.1", 0), handler)
     if tls is not None:
         http.socket = tls.wrap_socket(http.socket, server_side=True)

@@ -1,4 +1,4 @@
-"""Pieces of a prompt while its stream lives: in time, told of its end at once, and the stream is left to its reader."""
+"""Pieces of a prompt: a late one is a timeout, the stream's end is noticed, and its reader gets it at last."""
 
 from __future__ import annotations
 

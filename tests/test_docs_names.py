@@ -1,6 +1,6 @@
-"""The files, folders and classes that the pages name are there.
+"""The files, folders and classes that the pages name exist.
 
-Knows nothing of what the pages say about them. ``benchmarks/LOG.md`` is left out: it names files as they were then.
+Does not check what the pages say about them. ``benchmarks/LOG.md`` is left out, as it names files as they were then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _defined(file: str) -> set[str]:
 
 
 def _check_places(cell: str) -> None:
-    """Each place of the cell is a file and names that it defines."""
+    """Checks that each place of the cell is a file and names that it defines."""
     places = [markdown.code_spans(place) for place in cell.split("; ") if "`" in place]
     assert places, cell
     for file, *names in places:

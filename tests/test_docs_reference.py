@@ -1,6 +1,6 @@
-"""The tables of reference in docs/ are what the code gives.
+"""The reference tables in docs/ are what the generator makes from the code.
 
-The generator runs in a process of its own: it makes a REST server with all routes, which registers metrics.
+The generator runs in a separate process, as it makes a REST server with all routes, which registers metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The site of the pages is built without a warning, and its search knows them."""
+"""The site of the pages is built without a warning, and its search finds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients are told whose constraints take too long to compile: too complex, or that other ones are compiled."""
+"""The errors of clients whose constraints are not compiled in time: too complex, or others are being compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_generation_threads import Engine
 
 
 class Codec:
-    """Compiles two at a time for so many seconds, or until ``held`` is set; keeps which constraints it has begun."""
+    """Compiles two at a time, each for ``held_s`` seconds or until ``held`` is set, and records those it has begun."""
 
     def __init__(self, held_s: float = 30) -> None:
         self._held_s = held_s
@@ -65,7 +65,7 @@ def _start(generator: Generator, name: str) -> Any:
 
 
 def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are compiled at a time: they are too complex, the third one's client may try again."""
+    """Two are being compiled and are too complex; the client of the third one may try again."""
     monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 0.3)
     codec, engine = Codec(), Engine()
     generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_a_constraint_that_waits_too_long_for_others_is_not_compiled(monkeypatch
 
 
 def test_the_wait_for_others_does_not_make_a_constraint_too_complex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four that take 1.2 s each, two at a time, the last ones are compiled 2.4 s after they were asked for."""
+    """Of four that take 1.2 s each, two at a time, the last ones are ready 2.4 s after their requests."""
     monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 2.0)
     codec, engine = Codec(held_s=1.2), Engine()
     generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def test_the_wait_for_others_does_not_make_a_constraint_too_complex(monkeypatch:
 
 
 def test_each_of_many_gets_its_own_error_and_those_that_leave_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 64 are being compiled for too long, 20 clients leave, and the others may try again."""
+    """Of 64, two take too long to compile, 20 clients leave, and all others may try again."""
     monkeypatch.setattr(generation, "_LONGEST_COMPILATION_S", 0.5)
     codec, engine = Codec(), Engine()
     generator = Generator(engine, codec, ModelInfo(100, 1000, 4))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where prompts are tokenized: on the event loop only if all of a request are short together."""
+"""Prompts are tokenized on the event loop only if all of a request's prompts are short in total."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlserver_torch_stream.types import GenerationRequest, ModelInfo, Prompt, Te
 
 
 class Codec:
-    """Counts characters, and keeps the threads in which it was asked."""
+    """Counts characters, and records the threads in which it is called."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
@@ -38,7 +38,7 @@ class Codec:
 
 
 class HeldCodec(Codec):
-    """Holds each prompt until ``go`` is set; keeps the texts that it has begun."""
+    """Holds each prompt until ``go`` is set, and records the texts that it has begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class HeldCodec(Codec):
 
 
 class Stream:
-    """A token stream of no events."""
+    """A token stream without events."""
 
     def extend(self, ids: Sequence[int]) -> None: ...
 
@@ -70,7 +70,7 @@ class Stream:
 
 
 class Engine:
-    """Keeps what is submitted to it."""
+    """Records what is submitted to it."""
 
     def __init__(self) -> None:
         self.submitted: list[Any] = []
@@ -99,7 +99,10 @@ def _reply(generator: Generator, letter: str) -> TokenReply:
 
 
 def test_the_prompts_of_a_client_that_has_left_are_not_tokenized() -> None:
-    """Two are tokenized at a time. A client leaves while the first of its two prompts is, another while it waits."""
+    """Two prompts are tokenized at a time.
+
+    One client leaves while the first of its two prompts is being tokenized, another one while it waits.
+    """
 
     async def run() -> None:
         codec, engine = HeldCodec(), Engine()

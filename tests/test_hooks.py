@@ -1,6 +1,6 @@
-"""docs/hooks.md names each private hook of a library that the package patches or relies on, and each is still there.
+"""docs/hooks.md names each private hook of a library that the package patches or uses, and each of them still exists.
 
-A release of a library that takes one away fails here by its name.
+A release of a library that removes one fails here by its name.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_hook_is_still_there(hook: str) -> None:
 
 
 def _find(hook: str) -> tuple[Any, str]:
-    """The object, or None where it exists only in instances; and what is missing of it, or nothing."""
+    """Returns the object, or None if only instances have it; and the part of it that is missing, or an empty text."""
     words = hook.split(".")
     found: Any = None
     for count in range(len(words), 0, -1):
@@ -85,7 +85,7 @@ def _find(hook: str) -> tuple[Any, str]:
 
 
 def _assigned(owner: Any) -> set[str]:
-    """The attributes that a function, or the methods of a class and its bases, set on an object."""
+    """Returns the attributes that a function, or the methods of a class and its bases, set on an object."""
     names: set[str] = set()
     for each in owner.__mro__ if inspect.isclass(owner) else (owner,):
         try:
@@ -136,7 +136,7 @@ def test_mlservers_table_of_grpc_codes_can_be_extended() -> None:
 
 
 def test_uvicorn_passes_its_own_cycle_to_the_app() -> None:
-    """The transport is found through ``send``, a bound method of the object that has it."""
+    """The transport is found through ``send``, which is a bound method of the object that has it."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
     assert "self.send" in inspect.getsource(RequestResponseCycle.run_asgi)
@@ -144,7 +144,7 @@ def test_uvicorn_passes_its_own_cycle_to_the_app() -> None:
 
 
 def test_the_page_names_every_private_attribute_that_the_package_uses() -> None:
-    """And the files, or the room, that use it, so that a row goes when its last use does."""
+    """The page also names the files or the folder that use it, so that a row is removed with its last use."""
     named: dict[str, set[str]] = defaultdict(set)
     for hook, row in {**_HOOKS, **_HOOKS_OF_VLLM}.items():
         named[hook.rpartition(".")[2]] |= set(markdown.code_spans(row[1]))
@@ -165,7 +165,7 @@ def _covers(places: set[str], file: str) -> bool:
 
 
 def _uses(place: str, name: str) -> bool:
-    """Whether the file, or a file of the folder, has the name."""
+    """Returns whether the file, or any file of the folder, contains the name."""
     files = sorted((_PACKAGE / place).rglob("*.py")) if place.endswith("/") else [_PACKAGE / place]
     return any(name in file.read_text(encoding="utf-8") for file in files)
 
@@ -191,7 +191,7 @@ _PRIVATE_TO_THE_SERVER = _NAMES_OF_THE_SERVER - {
 
 
 def test_private_parts_of_the_server_are_touched_in_one_module() -> None:
-    """Those that docs/hooks.md names, and in ``server/`` any attribute of another object that has an underscore."""
+    """These are the ones that docs/hooks.md names, and in ``server/`` any underscored attribute of another object."""
     found = {}
     for path in sorted(_PACKAGE.rglob("*.py")):
         relative = str(path.relative_to(_PACKAGE))

@@ -1,4 +1,4 @@
-"""The import rules of docs/architecture.md, held over every module of the package.
+"""The import rules of docs/architecture.md, checked for every module of the package.
 
 Reads the tables of that page and the modules' source; nothing is imported, so it runs without torch or MLServer.
 """
@@ -28,7 +28,7 @@ _LOADS_TORCH_OR_MLSERVER = ("engine", "server", "runtime", "generation", "loadin
 
 
 def _tables() -> list[list[tuple[str, str]]]:
-    """The tables below the heading "Imports" of the page, as (first cell, second cell), without their heads."""
+    """Returns the rows of each table below the heading "Imports", as (first cell, second cell), without heads."""
     page = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = page.partition("\n## Imports\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
@@ -52,7 +52,7 @@ for _left, _right in _ROOM_TABLE[1:]:
 
 
 def _room(module: str) -> str | None:
-    """The room of the table that the module lies in, the innermost one; None for the package's own ``__init__``."""
+    """Returns the innermost folder of the table that contains the module; None for the package's own ``__init__``."""
     parts = module.split("/")
     names = ("/".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((name for name in names if name in _ALLOWED), None)
@@ -60,7 +60,7 @@ def _room(module: str) -> str | None:
 
 @cache
 def _imports(path: Path, *, at_import_only: bool = False) -> tuple[str, ...]:
-    """The names that a file imports, absolute; those of type checking count, as they are knowledge too."""
+    """Returns the absolute names that a file imports. Imports for type checking count, too."""
     return tuple(_names(path, at_import_only))
 
 
@@ -77,7 +77,7 @@ def _names(path: Path, at_import_only: bool) -> Iterator[str]:
 
 
 def _module(name: str) -> str | None:
-    """The module of the package that an absolute name means."""
+    """Returns the module of the package that an absolute name means."""
     module = name.removeprefix(f"{_PACKAGE}.").replace(".", "/")
     return module if module in _PATHS and name.startswith(f"{_PACKAGE}.") else None
 
@@ -131,14 +131,16 @@ def test_a_library_is_imported_only_where_the_page_says(libraries: str, places: 
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports inside functions count; the shim has the circles of TorchServe's own package."""
+    """Imports inside functions count. The shim is left out, as it has the cycles of TorchServe's own package."""
     graph = {module: _inner_imports(module) for module in _MODULES if not module.startswith(_SHIM)}
     assert _circular(graph) == set()
 
 
 def _circular(graph: Mapping[str, set[str]]) -> set[str]:
-    """The modules that are left when those which import none that is left are taken away, and those which none
-    imports: the circles and what stands between two of them."""
+    """Returns the modules of all import cycles, and those between two cycles.
+
+    They are what remains after repeatedly removing modules that import no remaining one, or that none imports.
+    """
     left = {module: imported & graph.keys() for module, imported in graph.items()}
     while True:
         imported = set().union(*left.values())
@@ -150,9 +152,9 @@ def _circular(graph: Mapping[str, set[str]]) -> set[str]:
 
 
 def test_no_folders_import_each_other_in_a_circle() -> None:
-    """Of any length, inside rooms too. A folder and the one that it lies in may: the modules of a room use its folders.
+    """Cycles may have any length, and may be inside a top-level folder. A folder and its parent may import each other.
 
-    A module in no folder counts as one.
+    A module outside any folder counts as a folder.
     """
     graph = {module: _inner_imports(module) for module in _MODULES if not module.startswith(_SHIM)}
     imports = _folder_imports(graph, _folders)
@@ -163,7 +165,7 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
 
 
 def _folders(module: str) -> list[str]:
-    """The folders that a module lies in, from the innermost to that of its room; else the module."""
+    """Returns the folders that contain the module, from the innermost to that of the table, or else the module."""
     room = _room(module) or ""
     parents = [str(parent) for parent in PurePosixPath(module, "x").parents[:-1]]
     folders = parents if _PATHS[module].name == "__init__.py" else parents[1:]
@@ -173,7 +175,7 @@ def _folders(module: str) -> list[str]:
 def _folder_imports(
     graph: Mapping[str, set[str]], folders_of: Callable[[str], Sequence[str]]
 ) -> dict[str, dict[str, tuple[str, str]]]:
-    """For each folder the folders that it imports, neither of which lies in the other, with one import of each."""
+    """Returns for each folder the folders that it imports, with one import of each; nested folders are left out."""
     imports: dict[str, dict[str, tuple[str, str]]] = {}
     for module, imported in graph.items():
         for known in imported:
@@ -195,7 +197,7 @@ def test_circles_of_folders_are_found_and_nested_ones_are_not() -> None:
 
 
 def test_only_what_builds_an_engine_imports_the_checks_of_a_load() -> None:
-    """No folder of the engine does: what is checked does not know its checks."""
+    """No folder of the engine does, since what is checked must not depend on its checks."""
     importers = {
         module
         for module in _MODULES

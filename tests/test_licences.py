@@ -1,4 +1,4 @@
-"""THIRD_PARTY.md lists what an installation brings along, with the licence that each package's metadata states."""
+"""THIRD_PARTY.md lists the packages of an installation, with the licences that their metadata state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_FILE = {"py-grpc-prometheus": ("Apache-2.0", "Apache License")}
 
 
 def installed() -> dict[str, Requirement]:
-    """What the package asks for, and what that asks for, as far as it is installed here."""
+    """Returns the installed requirements of the package, and their requirements."""
     found: dict[str, Requirement] = {}
     left = [Requirement(_US)]
     while left:
@@ -42,7 +42,10 @@ def installed() -> dict[str, Requirement]:
 
 
 def licence(name: str) -> str:
-    """The expression, else the classifiers, else the field of before them. Empty if the metadata states none."""
+    """Returns the licence expression, or else the classifiers, or else the older field.
+
+    Empty if the metadata states none.
+    """
     if name in _BY_FILE:
         return _BY_FILE[name][0]
     fields = metadata(name)

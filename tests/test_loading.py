@@ -1,4 +1,4 @@
-"""What is found wrong, and what is said, when a model is loaded; the engine is a real one."""
+"""Loading a model: which errors are found, and what is logged; the engine is a real one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ for built in engines:
 
 @pytest.mark.slow
 def test_a_garbage_collection_does_not_walk_what_torch_and_transformers_brought(tiny_model: Path) -> None:
-    """In a process of its own: here they are imported already."""
+    """Runs in a separate process, as these modules are already imported here."""
     run = [sys.executable, "-c", _COLLECTED, str(tiny_model)]
     told = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()[-1].split()
     assert told[0] == told[3] == "True"

@@ -1,6 +1,6 @@
 """One name for one thing: classes and files of the package, read from its source.
 
-Imports nothing of the package. The shim is left out: its names are those of TorchServe's own package.
+Imports nothing of the package. The shim is left out, as its names are those of TorchServe's own package.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _classes() -> list[_Class]:
 
 
 def _nodes(path: Path, pattern: str) -> Iterator[ast.AST]:
-    """All nodes of a file, or none where its source has no match: to walk through all files takes seconds."""
+    """Yields all nodes of a file; none if its source does not match, as walking through all files takes seconds."""
     source = path.read_text(encoding="utf-8")
     return ast.walk(ast.parse(source)) if re.search(pattern, source) else iter(())
 
@@ -74,7 +74,7 @@ def test_no_class_is_imported_under_another_name() -> None:
 
 
 def test_no_attribute_chooses_the_kind_of_a_model() -> None:
-    """A model is a ``ServedModel``, whose methods all kinds have; a class says which kind it is."""
+    """A model is a ``ServedModel``, whose methods all kinds have; its class says which kind it is."""
     found = []
     for path in _MODULES:
         relative = str(path.relative_to(_PACKAGE))
@@ -87,7 +87,7 @@ def test_no_attribute_chooses_the_kind_of_a_model() -> None:
 
 
 def test_a_request_is_entered_and_its_refusal_recorded_in_one_place() -> None:
-    """Every door has a ``Request``; no door asks MLServer for its model, or reports a refusal, itself."""
+    """Every endpoint has a ``Request``; no endpoint gets its model from MLServer, or records a refusal, by itself."""
     found = defaultdict(set)
     for path in _MODULES:
         relative = str(path.relative_to(_PACKAGE))
@@ -99,7 +99,7 @@ def test_a_request_is_entered_and_its_refusal_recorded_in_one_place() -> None:
 
 
 def test_no_code_asks_which_forward_or_attention_it_has() -> None:
-    """``LoadedForward`` and ``PagedAttention`` have what their callers ask of them."""
+    """``LoadedForward`` and ``PagedAttention`` have all that their callers need."""
     bases = {each.name: each.bases for each in _classes()}
     kinds = {"Forward", "LoadedForward", "PagedAttention"}
     while more := {name for name, above in bases.items() if above & kinds} - kinds:

@@ -16,7 +16,10 @@ _NAMED = {"engine/shared_pool.py", "handlers/pool/handler_metrics.py"}
 
 @cache
 def _trees() -> dict[str, ast.Module]:
-    """By the module; those of the shim are TorchServe's own names, which handlers import in their own processes."""
+    """Returns the syntax tree of each module, without the shim.
+
+    The shim's state has TorchServe's own names, and handlers import it in their own processes.
+    """
     return {
         str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted(_PACKAGE.rglob("*.py"))
@@ -25,7 +28,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def _is_mutable(node: ast.ClassDef) -> bool:
-    """Whether its objects have attributes that can change: those of a frozen dataclass cannot."""
+    """Returns whether the class's objects have attributes that can change; those of a frozen dataclass cannot."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     changeable = any(each.startswith("dataclass") and "frozen=True" not in each for each in decorators)
     return changeable or any(
@@ -49,7 +52,7 @@ def _mutable() -> set[str]:
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the module is imported."""
+    """Yields the nodes that run when the module is imported."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
@@ -81,7 +84,7 @@ def test_no_function_rebinds_a_name_of_its_module() -> None:
 
 
 def test_the_servers_state_is_asked_for_only_by_what_mlserver_builds() -> None:
-    """All else gets it passed."""
+    """All other code gets it as an argument."""
     asking = {
         module
         for module, tree in _trees().items()

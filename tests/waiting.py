@@ -1,4 +1,4 @@
-"""Other processes as a test sees them: waits with a bound, whether one runs, and which ranks one has started."""
+"""Other processes in tests: waits with a limit, whether a process runs, and which ranks one has started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def wait_until(condition: Callable[[], object], what: str = "the condition", seconds: float = 30.0) -> None:
-    """Returns once the condition is true."""
+    """Waits until the condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
@@ -16,7 +16,7 @@ def wait_until(condition: Callable[[], object], what: str = "the condition", sec
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Returns whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -24,7 +24,7 @@ def alive(pid: int) -> bool:
 
 
 def rank_pids(parent: int) -> list[int]:
-    """The ranks that this process has started."""
+    """Returns the pids of the ranks that this process has started."""
     tasks = Path(f"/proc/{parent}/task").glob("*/children")
     pids = [int(child) for task in tasks for child in task.read_text().split()]
     return [each for each in pids if b"engine.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]

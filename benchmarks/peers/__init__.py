@@ -1,4 +1,4 @@
-"""The servers that ours is compared with, by the names that ``--peers`` takes."""
+"""The servers with which ours is compared, by the names that ``--peers`` accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_peer(name: str, folder: Path, model: Path, weights: Path | None = None)
 
 
 def installed(names: str, folder: Path, model: Path) -> list[Peer]:
-    """Returns the peers of a list with commas, ready to serve the model. Raises PeerUnavailable."""
+    """Returns the peers in a comma-separated list, ready to serve the model. Raises PeerUnavailable."""
     peers = [make_peer(name, folder, model) for name in names.split(",") if name]
     for peer in peers:
         peer.install()

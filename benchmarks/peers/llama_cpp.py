@@ -1,6 +1,6 @@
-"""llama.cpp's own server, built for this machine from the sources that ``llama-cpp-python`` carries.
+"""llama.cpp's own server, built for this machine from the sources that ``llama-cpp-python`` contains.
 
-Knows how it is built and started, and how its converter makes GGUF files of the model.
+Builds and starts it, and makes GGUF files of the model with its converter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server of another project: how its environment is made, how it is started, and how it is asked.
+"""A server of another project: how its environment is made, how it is started, and how requests are sent to it.
 
 All files of a peer are in a separate folder outside the project.
 """
@@ -29,12 +29,12 @@ print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:
 
 
 class PeerUnavailable(Exception):
-    """A peer that cannot be installed here; says why in one line."""
+    """A peer cannot be installed here; the message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Installed(ABC):
-    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer is given."""
+    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer gets."""
 
     home: Path
     model: Path
@@ -42,10 +42,10 @@ class Installed(ABC):
 
     @abstractmethod
     def make(self) -> None:
-        """Installs; is called once. Raises PeerUnavailable."""
+        """Installs the peer; called once. Raises PeerUnavailable."""
 
     def install(self) -> None:
-        """Once; a marker holds what the installation was made of. Raises PeerUnavailable."""
+        """Installs the peer once; a marker file records what was installed. Raises PeerUnavailable."""
         marker = self.home / ".installed"
         if marker.is_file():
             return
@@ -77,7 +77,7 @@ class Installed(ABC):
         self.pip("install", "--progress-bar", "off", TORCH, *(["--index-url", index] if index else []))
 
     def run(self, command: Sequence[str], folder: Path | None = None) -> str:
-        """Its output; the log is kept beside the installation. Raises PeerUnavailable with its last line."""
+        """Runs a command and returns its output, which is also logged. Raises PeerUnavailable with its last line."""
         log = self.home / "install.log"
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
@@ -101,7 +101,7 @@ class Installed(ABC):
 class Peer(Installed):
     """A peer that streams events over HTTP, so that the cases of ``make bench`` can be run against it.
 
-    ``weights``: a GGUF file to be served in place of the model's folder, for peers with ``reads_gguf``.
+    ``weights`` is a GGUF file that is served instead of the model's folder, for peers with ``reads_gguf``.
     """
 
     weights: Path | None = None
@@ -113,14 +113,14 @@ class Peer(Installed):
 
     @abstractmethod
     def command(self, folder: Path, port: int) -> Sequence[str]:
-        """What starts it; ``folder`` is empty and its own for this start."""
+        """Returns the command that starts it; ``folder`` is a new, empty folder for this start."""
 
     @property
     @abstractmethod
     def spelling(self) -> Spelling: ...
 
     def prepare(self) -> None:
-        """What the model needs besides, each time it is not there yet. Raises PeerUnavailable."""
+        """Makes the other files that it needs of the model, if they are not there yet. Raises PeerUnavailable."""
 
     def environment(self) -> Mapping[str, str]:
         return {}

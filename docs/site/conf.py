@@ -1,4 +1,4 @@
-"""Sphinx's configuration of the site: its pages are those of the repository, as they are.
+"""Sphinx's configuration of the site, whose pages are the repository's pages, unchanged.
 
 ``make docs`` runs Sphinx with it, on the whole repository as its source.
 """
@@ -46,7 +46,7 @@ def setup(app: Any) -> None:
 
 
 def _unlink_folders(app: Any, doctree: Any) -> None:
-    """Makes text of links to folders of the repository, which the site does not have."""
+    """Replaces links to folders of the repository by their text, as the site does not have these folders."""
     folder = (ROOT / app.env.docname).parent
     for link in list(doctree.findall(addnodes.pending_xref)):
         if (folder / link["reftarget"]).is_dir():

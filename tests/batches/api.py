@@ -1,6 +1,6 @@
-"""What the tests of this room ask of a server: files, batches, and rows of OpenAI's format.
+"""What these tests ask of a server: files, batches, and rows in OpenAI's format.
 
-Knows nothing of how a server is started.
+Does not know how the server is started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ JsonObject = dict[str, Any]
 
 
 def row(number: int, **body: Any) -> JsonObject:
-    """A chat of one message; ``body`` adds to its request or replaces parts of it."""
+    """A row with a chat of one message; ``body`` adds fields to its request or replaces them."""
     said = [{"role": "user", "content": f"row {number}"}]
     request = {"model": "tiny", "messages": said, "max_tokens": 4, "temperature": 0, **body}
     return {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/chat/completions", "body": request}
@@ -28,7 +28,7 @@ def encoded(rows: Sequence[JsonObject | str]) -> bytes:
 
 
 class Api:
-    """One server's files and batches. ``prefix``: of the paths."""
+    """Calls one server's files and batches, below the paths' ``prefix``."""
 
     def __init__(self, url: str, prefix: str = "/v1") -> None:
         self.client = httpx.Client(verify=False, base_url=f"{url}{prefix}", timeout=60)
@@ -68,7 +68,10 @@ class Api:
         return self.client.post(f"/batches/{batch_id}/cancel")
 
     def wait(self, batch_id: str, *statuses: str, done: int = 0) -> JsonObject:
-        """The batch once it has one of the statuses (none: once it has ended) and ``done`` rows are delivered."""
+        """Waits until the batch has one of the statuses, and at least ``done`` rows are done. Returns the batch.
+
+        Without statuses, waits until the batch has ended.
+        """
         end = time.monotonic() + WAIT_S
         while True:
             found = self.batch(batch_id)
@@ -80,7 +83,7 @@ class Api:
             time.sleep(0.05)
 
     def lines(self, file_id: str | None) -> list[JsonObject]:
-        """The rows of a file."""
+        """Returns the rows of a file."""
         assert file_id is not None
         answer = self.client.get(f"/files/{file_id}/content")
         assert answer.status_code == 200, answer.text
@@ -88,7 +91,7 @@ class Api:
 
 
 def error(answer: httpx.Response) -> tuple[int, str | None, str]:
-    """Status, field and message of OpenAI's error object."""
+    """Returns status, field and message of OpenAI's error object."""
     found = answer.json()["error"]
     assert set(found) == {"message", "type", "param", "code"}, found
     return answer.status_code, found["param"], found["message"]

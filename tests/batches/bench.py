@@ -1,6 +1,6 @@
-"""A runner of batches over a folder or a bucket, and models of a few lines that answer their rows.
+"""A batch runner over a folder or a bucket, and trivial models that answer its rows.
 
-Knows no server and no engine.
+Needs no server and no engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 
 
 class Echo:
-    """The models: ``names`` are loaded; each answers with the row's own words, after ``before`` has returned."""
+    """Each model in ``names`` is loaded, and answers with the row's own words after ``before`` has returned."""
 
     def __init__(self, *names: str) -> None:
         self.names = set(names)
@@ -50,7 +50,7 @@ class Echo:
 
 
 class Bench:
-    """A runner over a folder, for the time of a test or of a part of it."""
+    """A runner over a folder, which runs during a test or a part of it."""
 
     def __init__(self, store: Path | str, models: Echo) -> None:
         ids = IdMaker()
@@ -85,7 +85,7 @@ class Bench:
         return await self.until(batch_id, lambda record: record.ended)
 
     async def cleaned(self) -> None:
-        """The parts of the runs are gone."""
+        """Waits until the parts of the runs are deleted."""
         end = time.monotonic() + 60
         while list(Path(self.places.url, "runs").rglob("part-*")):
             assert time.monotonic() < end

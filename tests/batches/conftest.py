@@ -1,7 +1,4 @@
-"""The server of this room, shared by all tests that do not disturb it.
-
-Knows no test.
-"""
+"""The server that these tests share, unless they disturb it."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ SLOW = {"MLSERVER_TORCH_STREAM_FAULTS": "prefill:1:slow=0.02,decode:1:slow=0.02"
 def serve_batches(
     folder: Path, models: list[Model], store: Path | str, environment: dict[str, str] | None = None, ready: bool = True
 ) -> AbstractContextManager[Server]:
-    """A server whose files and batches are kept in ``store``."""
+    """Starts a server whose files and batches are kept in ``store``."""
     kept = {
         "MLSERVER_TORCH_STREAM_BATCH_STORE": str(store),
         "MLSERVER_TORCH_STREAM_BATCH_MAX_FILE_BYTES": str(MAX_BYTES),
@@ -41,7 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def batch_server(tiny_model: Path, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``tiny``, ``other`` and ``chunked`` are the same model; the last prefills its prompts in many steps."""
+    """``tiny``, ``other`` and ``chunked`` are the same model; ``chunked`` prefills its prompts in many steps."""
     models = [
         Model("tiny", str(tiny_model), extra={"max_num_seqs": 4}),
         Model("other", str(tiny_model)),

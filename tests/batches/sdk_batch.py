@@ -1,4 +1,4 @@
-"""A batch by the openai SDK, as a person would write it: run in an environment that has the SDK.
+"""Runs a batch with the openai SDK as a user would write it, in an environment that has the SDK.
 
 Prints one JSON object. Imports nothing of this package.
 """

@@ -1,4 +1,4 @@
-"""Rows that name a LoRA adapter. The worker is the second one of ``tests/engine/wire_worker.py``."""
+"""Rows that name a LoRA adapter. ``tests/engine/wire_worker.py`` stands for vLLM's worker."""
 
 from __future__ import annotations
 

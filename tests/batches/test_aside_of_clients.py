@@ -1,4 +1,4 @@
-"""Rows of a batch beside the requests of clients: one slot stays free, and clients come first."""
+"""Rows of a batch beside clients' requests: one slot stays free, and clients come first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLOTS = 4  # of ``tiny``
 
 @contextmanager
 def _long_batch(api: Api) -> Iterator[str]:
-    """Rows that run for as long as the block does."""
+    """A batch of rows that run as long as the block does."""
     batch = api.create([row(n, max_tokens=900, ignore_eos=True) for n in range(2 * _SLOTS)])["id"]
     try:
         yield batch

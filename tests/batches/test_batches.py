@@ -1,4 +1,4 @@
-"""A batch from its creation to its files: what is answered, what is refused row by row, what it shows meanwhile."""
+"""A batch from its creation to its files: what is answered, which rows are refused, and what its status shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: what is kept and shown of them, and every way in which one is refused."""
+"""Files: what is stored and shown of them, and all reasons for refusing one."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_method_that_a_path_does_not_have_is_405(api: Api) -> None:
 
 
 def test_the_head_of_a_content_reads_nothing_of_it(api: Api, store: Path) -> None:
-    """To read the file as it is made here would take a minute."""
+    """The file is 100 GiB long here, so that reading it would take a minute."""
     file = api.upload([row(0)])
     (content,) = store.rglob(f"{file['id']}.jsonl")
     os.truncate(content, 100 * 2**30)

@@ -1,4 +1,4 @@
-"""Whatever is sent as a form, as the body of a batch or as a row: it is taken, or refused with the name of a field."""
+"""Any form, body of a batch or row is either accepted, or refused with an error that names a field."""
 
 from __future__ import annotations
 

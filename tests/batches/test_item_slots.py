@@ -1,4 +1,4 @@
-"""When a row of a batch may start: beside which requests of clients, and in which order."""
+"""When a row of a batch may start: beside how many requests of clients, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST = TokenEvent(0, "a", (1,))
 
 
 def on_a_loop(check: Callable[[], None]) -> Callable[[], None]:
-    """Runs a test on an event loop, which a turn's future needs."""
+    """Runs a test on an event loop, which is required by the future of a turn."""
 
     def test() -> None:
         async def run() -> None:

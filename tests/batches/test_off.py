@@ -1,4 +1,4 @@
-"""Servers without files and batches: each says why, and what is to be done."""
+"""Servers on which files and batches are off: the error says why, and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATHS = (("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/openai/v1/batch
 
 
 def _without_obstore(folder: Path) -> dict[str, str]:
-    """The environment of a process that does not find the library."""
+    """Returns the environment of a process that cannot import the library."""
     package = folder / "hidden" / "obstore"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('not installed')\n")

@@ -1,4 +1,4 @@
-"""One prompt and one seed give one text, in whatever spelling, over whatever port, streamed, whole or as a batch."""
+"""One prompt and one seed give the same text over every API and port, streamed, whole or in a batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _of_generate(url: str, asked: dict[str, Any]) -> _Texts:
 
 
 def _of_grpc(server: Server, name: str, value: str, asked: dict[str, Any]) -> _Texts:
-    """The texts of both gRPC ports. A parameter that is not an integer or a boolean is sent as a string."""
+    """Returns the texts of both gRPC ports. Parameters other than integers and booleans are sent as strings."""
     parameters = {
         key: each if isinstance(each, int) else str(each) if isinstance(each, float) else json.dumps(each)
         for key, each in asked.items()
@@ -93,7 +93,7 @@ def _of_triton(channel: grpc.Channel, request: pb.ModelInferRequest) -> _Texts:
 
 
 def _of_seldon(server: Server, proxy: str, body: dict[str, Any]) -> _Texts:
-    """The texts through the proxy, and of the tensors that the proxy sends, sent directly."""
+    """Returns the texts through the proxy, and those for the same tensors sent without the proxy."""
     answer = plain_http.post(f"{proxy}{_V2}/infer{CHAT.removeprefix('/v1')}", json=body, timeout=v2.TIMEOUT_S).json()
     events = v2.EventParser().feed(
         plain_http.post(

@@ -1,4 +1,4 @@
-"""The openai SDK against a server that is killed in the middle of its batch."""
+"""The openai SDK with a server that is killed in the middle of a batch."""
 
 from __future__ import annotations
 

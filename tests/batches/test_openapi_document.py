@@ -1,4 +1,4 @@
-"""A real server keeps to what its OpenAPI document says of files and batches: whatever is sent, nothing is a 500."""
+"""For files and batches, a real server matches its OpenAPI document, and no input causes a status 500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is killed in the middle of a batch, and another one on the same store."""
+"""A server is killed in the middle of a batch, and another one starts on the same store."""
 
 from __future__ import annotations
 

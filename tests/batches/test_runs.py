@@ -1,4 +1,4 @@
-"""Batches over a folder and a model of a few lines: what a killed run leaves, expiry, models that go and come."""
+"""Batches over a folder and a trivial model: what a killed run leaves, expiry, and models that unload and load."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_batch_that_was_cancelled_while_no_process_ran_it_ends_cancelled(tmp_p
 def test_a_batch_that_is_cancelled_while_it_waits_for_its_turn_ends_with_an_error_for_each_row(
     tmp_path: Path, rows: int
 ) -> None:
-    """Four others are running, and go on."""
+    """Four other batches are running, and go on."""
 
     async def run() -> None:
         models = Echo("tiny")
@@ -279,7 +279,7 @@ def test_a_batch_that_is_cancelled_while_it_waits_for_its_turn_ends_with_an_erro
 
 
 def test_the_rows_of_a_stopped_batch_take_no_part_each(tmp_path: Path) -> None:
-    """Parts of 16 failed rows, each of which is flushed to the disk and counted, took most of a minute."""
+    """Flushing a part to the disk for every 16 failed rows would take most of a minute."""
 
     async def run() -> None:
         models = Echo("tiny")
@@ -350,7 +350,7 @@ def test_a_record_that_cannot_be_read_keeps_no_other_batch_from_going_on(tmp_pat
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b"nonsense", b"\xff"])
 def test_a_damaged_record_hides_no_other_file_or_batch(tmp_path: Path, damage: bytes) -> None:
-    """A file system may lose the content of a record when its machine fails."""
+    """A file system may lose a record's content when its machine fails."""
 
     async def run() -> None:
         async with Bench(tmp_path, Echo("tiny")) as bench:
@@ -371,7 +371,7 @@ def test_a_damaged_record_hides_no_other_file_or_batch(tmp_path: Path, damage: b
 
 
 def test_a_batch_outlives_a_store_that_cannot_take_its_run_for_a_while(tmp_path: Path) -> None:
-    """The disk may be full, or not mounted for a while: nothing is wrong with the batch."""
+    """The disk may be full or unmounted for a while, without any fault of the batch."""
 
     async def run() -> None:
         models = Echo("tiny")

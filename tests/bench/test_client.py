@@ -1,4 +1,4 @@
-"""The measuring client: events and times out of raw bytes; of a real server it counts what the server counts."""
+"""The measuring client computes events and times from raw bytes, and counts as many tokens as a real server does."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_turns_and_a_batch_have_figures_of_their_own(live: Live, prompts: Prompt
 
 @pytest.mark.long
 def test_a_late_prompt_finds_the_others_running(live: Live, prompts: Prompts) -> None:
-    """The tiny model may be done with them before a busy client has read their first chunks: then they run again."""
+    """The tiny model may finish the others before a busy client reads their first chunks; the case then runs again."""
     case = Case("c3+p100", replace(QUICK, running_new_tokens=800), prompts)
     found = []
     for sweep in range(10):

@@ -1,4 +1,4 @@
-"""Goodput of made-up answers, worked out by hand, its picture, and the sizes of installed distributions."""
+"""Goodput of made-up answers, against values computed by hand; its picture; and installed sizes."""
 
 from __future__ import annotations
 

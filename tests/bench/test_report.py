@@ -1,4 +1,4 @@
-"""The lines of results: what is kept, what a stopped run goes on with, the tables and pages made of them."""
+"""The lines of results: what is stored, how a stopped run continues, and the tables and pages made from them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The soak finds growth and lost counts, and its requests are answered by a real server; the checks of GPUs are refused
-by name where there is none, and explained by their page."""
+"""The soak test finds growth and lost counts, and a real server answers its requests.
+
+The checks of GPUs are refused by name on a machine without one, and their page explains them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A scripted gRPC server: it answers each stream with given messages and ends it with a given code.
 
-Knows no protocol of ours: it is the faulty world that a client must survive.
+It needs none of our protocols, and simulates faults that a client must survive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlserver_torch_stream.client.grpc_transport import ModelInferRequest, Model
 
 @dataclass
 class GrpcScript(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """``code`` None: the stream ends as if all were well. ``hold``: it stays open until its client has left."""
+    """With ``code`` None, the stream ends normally. With ``hold``, it stays open until its client has left."""
 
     messages: Sequence[Any]
     code: grpc.StatusCode | None = None

@@ -1,6 +1,6 @@
-"""A scripted HTTP server: it answers each request with given bytes, in given chunks, and keeps what it was asked.
+"""A scripted HTTP server: it answers each request with given bytes, in given chunks, and records the requests.
 
-Knows no protocol of ours: it is the faulty world that a client must survive.
+It needs none of our protocols, and simulates faults that a client must survive.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from tests.scripted_http import Handler, serving
 
 @dataclass
 class ScriptedServer:
-    """``scripts``: one list of chunks per stream request, in order; ``truncate`` breaks the last body off. ``hold``: a
-    body that is sent in chunks does not end before the server does."""
+    """``scripts`` has a list of chunks for each stream request, in order; ``truncate`` breaks off the last body.
+
+    With ``hold``, a body that is sent in chunks does not end before the server does.
+    """
 
     scripts: list[Sequence[bytes]]
     models: Sequence[str]
@@ -76,7 +78,7 @@ def scripted_server(
     hold: bool = False,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ScriptedServer]:
-    """``headers``: of whole bodies."""
+    """``headers`` are sent with bodies that are not chunked."""
     server = ScriptedServer(list(scripts), models, status, truncate, headers)
     if not hold:
         server.ended.set()
@@ -88,7 +90,7 @@ def scripted_server(
 
 
 def event(text: str, *, finish: str | None = None, error: str | None = None) -> bytes:
-    """One V2 response as a server-sent event."""
+    """Returns one V2 response as a server-sent event."""
     outputs = [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [text]}]
     parameters: dict[str, Any] = {"index": 0}
     if finish:

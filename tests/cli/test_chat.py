@@ -1,4 +1,4 @@
-"""The terminal chat, piped, against a scripted server: history, errors, commands; what it shows of an answer."""
+"""The terminal chat, piped, with a scripted server: history, errors, commands, and how answers are shown."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_the_servers_count_beats_the_number_of_events() -> None:
 
 
 def test_tokens_that_come_with_the_first_are_no_pace() -> None:
-    """A reader that lags gets its first tokens in one event."""
+    """A reader that lags gets several first tokens in one event, which says nothing about the speed."""
     assert _summary((101, Delta("abc", token_ids=(1, 2, 3))), (103, Delta("d", token_ids=(4,)))) == (
         "4 tokens, 0.5 tokens/s, first token after 1.00 s"
     )

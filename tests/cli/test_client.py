@@ -1,4 +1,4 @@
-"""The client against a scripted server: any chunking, any line end, and every way in which a stream can break."""
+"""The client with a scripted server: any chunking, any line ending, and every way in which a stream can break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client over gRPC against a scripted server: its messages, and every way in which a stream can break."""
+"""The client over gRPC with a scripted server: its messages, and every way in which a stream can break."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_stream_whose_client_is_closed_is_broken_and_its_task_not_cancelled() 
 
 
 class _Messages(list[str]):
-    """A call whose messages are all there."""
+    """A call whose messages have all arrived."""
 
     cancelled = False
 
@@ -204,7 +204,7 @@ def test_every_kind_of_output_of_mlserver_is_read() -> None:
 
 @pytest.mark.long
 def test_it_imports_neither_mlserver_nor_torch_also_where_mlserver_is_imported_later() -> None:
-    """MLServer's messages are named alike, and protobuf refuses two of one name in one pool."""
+    """MLServer's messages have the same names, and protobuf refuses two messages of one name in one pool."""
     program = (
         "import sys\n"
         "from mlserver_torch_stream.client import Client\n"

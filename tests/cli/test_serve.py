@@ -44,7 +44,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets variables of this process, which a test must not leave behind."""
+    """Restores the environment variables that the command sets in this process."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
@@ -87,7 +87,7 @@ def test_a_given_port_that_is_taken_is_an_error(taken: int, tmp_path: Path) -> N
 def test_a_port_of_the_servers_settings_that_is_taken_is_an_error(
     taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLServer takes the file's port whatever its variables say: no other one can be chosen for it."""
+    """MLServer prefers the port in this file to its environment variables, so the command cannot choose another one."""
     (tmp_path / "settings.json").write_text(json.dumps({"host": HOST, "metrics_port": taken}))
     with pytest.raises(SystemExit, match=f"METRICS_PORT {taken} is taken"):
         main([str(tmp_path)])

@@ -1,6 +1,6 @@
 """LangChain's structured output and bound tools, over chat completions and over responses.
 
-Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
+Knows nothing of the server beyond its address. A random model answers; grammars give its answers the required form.
 """
 
 from __future__ import annotations

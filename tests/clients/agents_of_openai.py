@@ -1,6 +1,6 @@
 """Conversations of three turns with openai-agents, each with a call, over chats and over responses, whole and streamed.
 
-Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
+Knows nothing of the server beyond its address. A random model answers; grammars give its answers the required form.
 """
 
 from __future__ import annotations

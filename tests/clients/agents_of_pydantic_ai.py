@@ -1,6 +1,6 @@
 """Agents of pydantic-ai, over chat completions and over responses: typed output, and a tool before it.
 
-Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
+Knows nothing of the server beyond its address. A random model answers; grammars give its answers the required form.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def streamed(model: Any) -> None:
 
 
 def _clock(called: list[Place]) -> Tool:
-    """Offered until it was called."""
+    """A tool that is offered until it has been called."""
 
     async def once(context: Any, definition: Any) -> Any:
         return None if called else definition
@@ -64,7 +64,7 @@ def _clock(called: list[Place]) -> Tool:
 
 
 async def with_a_tool(model: Any) -> None:
-    """The model takes either function: with some seed it takes the tool first, which is then offered no longer."""
+    """With some seeds the model calls the tool first, which is then no longer offered."""
     for seed in range(_MAX_TRIES):
         called: list[Place] = []
         tools = [_clock(called)]

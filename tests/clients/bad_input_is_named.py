@@ -1,4 +1,4 @@
-"""A check for schemathesis: a reply of status 400 has OpenAI's error object, which names what is wrong.
+"""A check for schemathesis: a reply with status 400 has OpenAI's error object, and its message names the bad field.
 
 Runs inside schemathesis, in its own environment.
 """

@@ -1,7 +1,8 @@
-"""Environments in which clients run that have dependencies of their own: virtual ones of Python, and folders of Node.
+"""Separate environments for clients that have their own dependencies: Python's virtual environments, and Node's
+folders.
 
-Knows nothing of what a client does. The packages are pinned here and come from PyPI and from npm. If
-CLIENT_ENVIRONMENTS names a folder, the environments are kept there for later runs, as `make test-clients` does.
+Does not know what a client does. The packages are pinned here and come from PyPI and from npm. If CLIENT_ENVIRONMENTS
+names a folder, the environments are kept there for later runs, as `make test-clients` does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _INSTALLED = "installed"  # the file of an environment that names its packages
 
 
 def make_environment(folder: Path, name: str) -> Path:
-    """The interpreter of a new environment below ``folder``, or of the kept one with the same packages."""
+    """Returns the interpreter of a new environment below ``folder``, or of a kept one with the same packages."""
     environment, packages = _kept(folder, name), " ".join(PACKAGES[name])
     if _has(environment, packages):
         return environment / "bin" / "python"
@@ -74,7 +75,7 @@ def make_environment(folder: Path, name: str) -> Path:
 
 
 def make_node_environment(folder: Path, name: str) -> Path:
-    """The folder of a new environment of Node's below ``folder``, or of the kept one with the same packages."""
+    """Returns the folder of a new Node environment below ``folder``, or of a kept one with the same packages."""
     environment, packages = _kept(folder, name), " ".join(NODE_PACKAGES[name])
     if not _has(environment, packages):
         environment.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Runs what a client can do against a server, one feature after the other, and prints how each of them ended.
+"""Runs a client's features against a server, one after the other, and prints how each of them ended.
 
 Imports the standard library alone: it runs in the client's own environment, beside the script of that client. The
-server has the models ``tiny`` and ``narrow``, which has one row and one place in its queue. Decode steps take their
-time.
+server has the models ``tiny`` and ``narrow``; ``narrow`` runs one row at a time and has one place in its queue. Decode
+steps are slowed down.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _T = TypeVar("_T")
 
 
 def feature(name: str) -> Callable[[_Feature], _Feature]:
-    """Names a function that is given the server's address and fails where the feature does not work. The name is a
-    column of the table in docs/compatibility.md; several functions may bear it."""
+    """Registers a function that gets the server's address and fails if the feature does not work.
+
+    ``name`` is a column of the table in docs/compatibility.md; several functions may have the same name.
+    """
 
     def register(function: _Feature) -> _Feature:
         _features.append((name, function))
@@ -42,9 +44,10 @@ def feature(name: str) -> Callable[[_Feature], _Feature]:
 
 
 def main(distribution: str, *ports: str) -> None:
-    """Prints a JSON object: the client's version and for each feature null, or the traceback of its first failure.
+    """Prints a JSON object: the client's version, and for each feature null or the traceback of its first failure.
 
-    Every feature is tried on each of the ``ports``."""
+    Every feature is tried on each of the ``ports``.
+    """
     ended: dict[str, str | None] = {}
     for name, function in _features:
         for port in ports:
@@ -57,20 +60,20 @@ def main(distribution: str, *ports: str) -> None:
 
 
 def crowd(ask: Callable[[int], _T], count: int = 4) -> list[_T]:
-    """All at once, which is more than ``narrow`` takes."""
+    """Makes all calls at once, which are more than ``narrow`` accepts."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(ask, range(count), timeout=120))
 
 
 def counter(name: str) -> float:
-    """One of the server's counters, summed over its models."""
+    """Returns one of the server's counters, summed over its models."""
     with urllib.request.urlopen(f"{GIVEN['rest']}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return sum(float(value) for value in re.findall(rf"^torch_stream_{name}\{{.*\}} (\S+)$", text, re.MULTILINE))
 
 
 def check_freed(leave: Callable[[], Any]) -> None:
-    """``leave`` begins a generation of 900 tokens and leaves it: the server cancels it soon."""
+    """``leave`` starts a generation of 900 tokens and leaves it; the server must cancel it soon."""
     before = counter("cancelled_sequences_total")
     leave()
     end = time.monotonic() + _WAIT_S
@@ -80,7 +83,7 @@ def check_freed(leave: Callable[[], Any]) -> None:
 
 
 def check_refused(call: Callable[[], Any], kind: type[Exception], *said: str) -> Exception:
-    """The exception, whose text has all that is ``said``."""
+    """Returns the exception, whose text must contain all of ``said``."""
     try:
         call()
     except kind as error:

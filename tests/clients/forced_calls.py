@@ -1,7 +1,7 @@
-"""A proxy between an agent and the server, which makes the model's first answers calls of one of the agent's tools.
+"""A proxy between an agent and the server that turns the model's first answers into calls of one of the agent's tools.
 
-A random model calls nothing by itself. The proxy leaves one tool in the body, with a schema that only the wanted
-arguments match, and forces its call; so the events of the call are the server's own. Later bodies pass unchanged.
+A random model calls no tools by itself. The proxy leaves one tool in the body, with a schema that matches only the
+wanted arguments, and forces its call; so the events of the call are the server's own. Later bodies pass unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _only(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def forced_calls(server: Server, call: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[dict[str, Any], int]]]]:
     """Yields the proxy's address, and the bodies with tools as the agent sent them, each with the answer's status.
 
-    ``call``: the fields that force the call.
+    ``call`` has the fields that force the call.
     """
     sent: list[tuple[dict[str, Any], int]] = []
 

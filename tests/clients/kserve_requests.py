@@ -1,6 +1,6 @@
-"""Requests and answers of KServe's own clients of the V2 protocol.
+"""Requests and answers with the classes of KServe's own V2 clients.
 
-Runs in the clients' own environment. Knows no transport.
+Runs in the clients' own environment, for any transport.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def talk(**parameters: Any) -> InferRequest:
 
 
 def not_implemented() -> dict[str, InferRequest]:
-    """What each parameter that is not implemented is asked with."""
+    """Returns a request with each parameter that is not implemented."""
     return {name: talk(**{name: json.dumps(value)}) for name, value in NOT_IMPLEMENTED.items()}
 
 
@@ -49,7 +49,7 @@ def output(name: str, raw: bool) -> RequestedOutput:
 
 
 def values(response: InferResponse) -> dict[str, list[Any]]:
-    """The outputs by name. Strings that are no raw contents stay bytes over gRPC."""
+    """Returns the outputs by name. Over gRPC, strings outside raw contents arrive as bytes."""
     assert response.id == "mine" and response.model_name == "tiny"
     return {
         each.name: [value.decode() if isinstance(value, bytes) else value for value in each.as_numpy().tolist()]
@@ -58,7 +58,7 @@ def values(response: InferResponse) -> dict[str, list[Any]]:
 
 
 def text(found: dict[str, list[Any]]) -> str:
-    """The text of an answer that has all outputs."""
+    """Checks an answer that must have all outputs, and returns its text."""
     assert list(found) == _ALL, found
     assert found["num_output_tokens"] == [5] and found["finish_reason"] == ["length"], found
     assert found["text_output"][0]

@@ -1,9 +1,10 @@
-"""Scores of lm-evaluation-harness: by its backend `local-completions` from this server, beside its backend `hf`.
+"""Compares scores of lm-evaluation-harness: by its backend `local-completions` from this server, and by its backend
+`hf`.
 
     python -m tests.clients.lm_eval_choices PYTHON [--examples 200]
 
-PYTHON is an interpreter that has lm-eval. The task is multiple choice: which words go on a passage of the text that
-tests.engine.perplexity names? One choice is the text's own, three are from other places of it. Prints how far apart the
+PYTHON is an interpreter that has lm-eval. The task is multiple choice: which words continue a passage of the text that
+tests.engine.perplexity names? One choice is the text's own, three are from other places in it. Prints how far apart the
 two backends' scores of the embedded model in float32 are.
 """
 
@@ -52,8 +53,11 @@ _RUN_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``correct``: of each example. Of each choice of each example ``words``, their number, ``logprobs``, the choice's
-    log-likelihood, and ``greedy``, whether each of its tokens is the most likely one."""
+    """``correct`` has an item for each example, the other lists one for each choice of each example.
+
+    ``words`` is the number of words, ``logprobs`` the choice's log-likelihood, and ``greedy`` whether each of its
+    tokens is the most likely one.
+    """
 
     accuracy: float
     correct: list[bool]
@@ -63,8 +67,10 @@ class Scores:
 
 
 def write_task(folder: Path, examples: int, *, shots: int = 0, seed: int = _SEED) -> None:
-    """Writes the task and its examples, always the same ones for a seed. ``shots``: solved examples before each, the
-    same ones."""
+    """Writes the task and its examples, which depend only on the seed.
+
+    ``shots`` is the number of solved examples before each example, always the same ones.
+    """
     words, drawn = TEXT.read_text(encoding="utf-8").split(), random.Random(seed)
     rows = []
     for _ in range(examples + max(1, shots)):  # datasets reads no empty file
@@ -114,7 +120,7 @@ def _score(python: str, task: Path, backend: str, arguments: str, *more: str) ->
 
 
 def float32_folder() -> Path:
-    """The embedded model's weights in float32, as transformers reads them."""
+    """Returns the folder of the embedded model's weights in float32, as transformers reads them."""
     return Path(locate(parse_settings(MODEL, dict(FLOAT32))).location)
 
 

@@ -1,10 +1,10 @@
-"""Scores a second by lm-evaluation-harness: from this server, beside the harness's own backend `hf`, in turn.
+"""Scores per second by lm-evaluation-harness: from this server and from the harness's own backend `hf`, in turn.
 
     python -m tests.clients.lm_eval_rates PYTHON [--examples 50] [--shots 0] [--rounds 3] [--hf-batch-sizes 8]
 
-PYTHON is an interpreter that has lm-eval. Both have the embedded model's weights in float32. Each round has examples of
-its own, so the server's prefix cache has none of their prompts. With ``--shots`` that many solved examples stand before
-each example, the same ones in all of a round.
+PYTHON is an interpreter that has lm-eval. Both have the embedded model's weights in float32. Each round has its own
+examples, so that the server's prefix cache has none of their prompts. With ``--shots``, each example begins with that
+many solved examples, the same ones throughout a round.
 """
 
 from __future__ import annotations

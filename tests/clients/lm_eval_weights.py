@@ -3,8 +3,8 @@
     python -m tests.clients.lm_eval_weights PYTHON RESULTS [--examples 200]
 
 PYTHON is an interpreter that has lm-eval. The model is the embedded one, whose file has weights in Q4_1: float32 is
-that file dequantised, and each other format is made of it. The scores of each format are kept in the folder RESULTS,
-and a run leaves out what is there already. Prints the table.
+that file dequantised, and each other format is made from it. The scores of each format are stored in the folder
+RESULTS, and a run skips those that are already there. Prints the table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _scores(name: str, python: str, folder: Path, examples: int) -> Scores:
-    """The scores by a server of the model in one format."""
+    """Returns the scores of the model in one format, from a server."""
     write_task(folder, examples)
     uri = str(write_q8_0(folder / "q8_0.gguf")) if name == "GGUF Q8_0" else MODEL
     with serve(folder / "served", [Model("smollm2", uri, extra=_SETTINGS[name])], settings=QUIET) as server:
@@ -56,7 +56,7 @@ def _scores(name: str, python: str, folder: Path, examples: int) -> Scores:
 
 
 def write_q8_0(file: Path) -> Path:
-    """The embedded model's file with its matrices in Q8_0, and all else as it is."""
+    """Writes the embedded model's file with its matrices in Q8_0, and all else unchanged."""
     reader = gguf.GGUFReader(find_embedded(MODEL.partition("://")[2]))
     writer = gguf.GGUFWriter(file, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():

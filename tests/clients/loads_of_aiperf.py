@@ -1,4 +1,4 @@
-"""Loads of aiperf over chats, prompts and messages, streamed, while it scrapes the server's metrics.
+"""Streamed loads of aiperf over chats, prompts and messages, while it scrapes the server's metrics.
 
 Knows nothing of the server beyond its address and the folder of its tokenizer.
 """
@@ -37,7 +37,7 @@ def main(url: str, tokenizer: str) -> None:
 
 
 def _check(profile: dict, metrics: dict) -> None:
-    """The load is complete, and the server has counted it."""
+    """Checks that the load is complete, and that the server has counted it."""
     assert profile["completed_request_count"]["avg"] == _REQUESTS and not profile["error_summary"]
     assert profile["time_to_first_token"]["avg"] > 0
     (counted,) = metrics["torch_stream_generation_tokens"]["series"]

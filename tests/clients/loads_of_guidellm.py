@@ -1,4 +1,4 @@
-"""Loads of guidellm over chats, prompts and responses, streamed with the usage in each event.
+"""Streamed loads of guidellm over chats, prompts and responses, with the usage in each event.
 
 Knows nothing of the server beyond its address and the folder of its tokenizer.
 """

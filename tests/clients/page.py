@@ -20,7 +20,7 @@ _FEATURE = re.compile(r'^@feature\("(.+)"\)$', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Row:
-    """One client: its version, the script that tries it, and its cells by the column's name."""
+    """One client: its version, the script that tests it, and its cells by column name."""
 
     client: str
     version: str
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def environment(self) -> str | None:
-        """None: the interpreter of the tests."""
+        """Returns the client's environment; None means the interpreter of the tests."""
         return next((name for name in PACKAGES if self.key == name or self.key.startswith(f"{name}-")), None)
 
     @property
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def features(self) -> set[str]:
-        """Those that the script tries."""
+        """Returns the features that the script tests."""
         return set(_FEATURE.findall(self.script.read_text()))
 
 

@@ -1,6 +1,6 @@
 """Responses with the openai SDK: created, streamed with typed events, parsed with pydantic, and a tool loop.
 
-Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
+Knows nothing of the server beyond its address. A random model answers; grammars give its answers the required form.
 """
 
 from __future__ import annotations

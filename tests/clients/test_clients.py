@@ -1,6 +1,6 @@
 """Every cell of the table of docs/compatibility.md, client by feature, against real servers.
 
-Each client runs in a process of its own, and in an environment of its own where it needs other packages than the tests.
+Each client runs in its own process, and in its own environment if it needs other packages than the tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 
 class Clients:
-    """How the features of each client ended; a client runs when it is first asked for."""
+    """The outcome of each client's features; a client runs when its outcome is first requested."""
 
     def __init__(self, tiny_model: Path, folder: Path) -> None:
         self._tiny_model = tiny_model
@@ -70,7 +70,7 @@ class Clients:
         return _addresses(server)
 
     def _more(self, row: Row, servers: ExitStack) -> dict[str, str]:
-        """What one client alone needs: a server that loads, or Seldon's proxy before models under Seldon's names."""
+        """Returns what only this client needs: a server that is loading, or Seldon's proxy and models named for it."""
         folder = self._folder / f"for-{row.key}"
         if row.key == "openai":
             folder.mkdir()
@@ -160,7 +160,7 @@ _STUBS_RUN_S = 120
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
-    """The server, and the address of the service's own port."""
+    """The server, and the address of the port with TorchServe's gRPC service."""
     folder = tmp_path_factory.mktemp("torchserve-grpc")
     hello = write_handler(folder / "hello", HELLO)
     models = [Model(name, hello, _TS, extra={"ts": "shim"}) for name in ("hello", "assistant")]
@@ -173,7 +173,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, s
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The interpreter of the environment, and the folder of the stubs."""
+    """The environment's interpreter, and the folder with the stubs."""
     folder = tmp_path_factory.mktemp("stubs")
     python = make_environment(folder, "grpcio-tools")
     for name in ("inference.proto", "torchserve_calls.py"):

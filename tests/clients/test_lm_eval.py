@@ -1,4 +1,4 @@
-"""lm-evaluation-harness scores the embedded model over `local-completions` as its own backend `hf` does."""
+"""lm-evaluation-harness gets the same scores over `local-completions` as from its own backend `hf`."""
 
 from __future__ import annotations
 

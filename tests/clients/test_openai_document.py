@@ -1,4 +1,4 @@
-"""The OpenAPI document of ``/v1`` is valid, and a real server keeps to it: whatever is sent, nothing is a 500."""
+"""The OpenAPI document of ``/v1`` is valid, a real server matches it, and no input causes a status 500."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def short(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its answers are short whatever is asked for."""
+    """A server whose answers are short, whatever is requested."""
     folder = tmp_path_factory.mktemp("document") / "models"
     with serve(folder, [Model("tiny", str(tiny_model), extra={"max_model_len": 128})], settings=QUIET) as running:
         yield running
@@ -47,10 +47,11 @@ def test_a_validator_accepts_it(python: Path, document: Path) -> None:
 
 
 def test_the_server_keeps_to_it(short: Server, python: Path, document: Path) -> None:
-    """For a model that is there, without versions, and with time enough: a 504 is what a short ``timeout`` asks for.
-    Without ``bad_words``: a 500 is what those ask for that exclude all that a constraint allows.
+    """Tests a loaded model without versions.
 
-    What the document accepts may still be refused, such as a prompt that is longer than the context.
+    The fuzzer sends no short ``timeout``, which would cause a 504, and no ``bad_words``, which cause a 500 if they
+    exclude all that a constraint allows. The server may still refuse what the document accepts, such as a prompt that
+    is longer than the context.
     """
     described = json.loads(document.read_text())
     anthropic = ("MessagesRequest", "CountTokensRequest")

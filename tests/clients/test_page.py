@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md says what is tried: no cell without a test, no test of a client without a cell."""
+"""The table of docs/compatibility.md has a cell for each tested feature of a client, and a test for each cell."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_version_of_a_client_is_the_one_that_is_installed(row: Row) -> None:
 
 
 def test_a_feature_that_this_package_has_links_to_its_test() -> None:
-    """A cell is links alone, each with the name of one test of its file."""
+    """A cell consists only of links, each named after a test in the linked file."""
     rows = markdown.table(PAGE, "Features beside other servers")
     linked = 0
     for feature, ours, *_ in rows:

@@ -1,4 +1,4 @@
-"""Programs that judge or front a server run unchanged: they get its address, a model, its tokenizer and their load."""
+"""Programs that evaluate or front a server run unchanged, with its address, a model, its tokenizer and a load."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_tool_loops_of_nodes_clients(client: str, server: Server, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def agents_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model whose context holds an agent's instructions, and whose sampled answers end by themselves."""
+    """A server whose model has a context for an agent's instructions, and samples answers that end by themselves."""
     folder = tmp_path_factory.mktemp("agents")
     long = folder / "long"
     shutil.copytree(tiny_model, long)
@@ -122,7 +122,7 @@ def test_codex_calls_a_tool_twice_and_prints_an_answer(agents_server: Server, tm
 
 
 def _ask(home: Path, variables: dict[str, str], program: Path, *arguments: str) -> str:
-    """What an agent of the command line prints; ``home`` is its home and its folder."""
+    """Returns the output of a command-line agent; ``home`` is its home and working directory."""
     environment = {**os.environ, "HOME": str(home), "CODEX_HOME": str(home), **variables}
     done = subprocess.run(
         [str(program), *arguments], capture_output=True, text=True, timeout=_AGENT_S, check=False, env=environment,
@@ -148,7 +148,7 @@ def test_the_responses_of_open_webui(server: Server) -> None:
 
 
 def _answer(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream, or the whole answer as the only one."""
+    """Returns the events of a stream, or the whole answer as the only event."""
     answer = plain_http.post(f"{server.url}{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     if not body["stream"]:
@@ -159,7 +159,7 @@ def _answer(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
 
 @contextmanager
 def _litellm_proxy(python: Path, server: Server, folder: Path) -> Iterator[str]:
-    """The address of a proxy whose model ``tiny`` is the server's."""
+    """Yields the address of a proxy whose model ``tiny`` is that of the server."""
     backend = {"model": "openai/tiny", "api_base": f"{server.url}/v1", "api_key": "none"}
     config, log_path = folder / "config.yaml", folder / "proxy.log"
     config.write_text(json.dumps({"model_list": [{"model_name": "tiny", "litellm_params": backend}]}))

@@ -3,8 +3,8 @@
     PYTHON timed_by_lm_eval.py FOLDER SERVER_ARGUMENTS [--hf-batch-sizes 8] FOLDER_OF_TASK...
 
 Runs where the harness is installed. FOLDER is the model's. Each task is scored by `hf` with each batch size and by
-`local-completions`; a line of JSON says how long the requests took, from the texts to the scores. A model's load counts
-nowhere.
+`local-completions`. A line of JSON says how long the requests took, from the texts to the scores, without the time in
+which a model loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TASK = "continuations"
 
 
 def timed(model: Any, folder: Path) -> dict[str, Any]:
-    """The requests of a task, the seconds that they took, and its accuracy."""
+    """Returns the requests of a task, the seconds that they took, and the accuracy."""
     measured: dict[str, Any] = {}
     scores = type(model).loglikelihood
 

@@ -1,7 +1,7 @@
-"""Asks a server as TorchServe's own gRPC client does, by stubs that protoc has made. Prints ``done``.
+"""Calls a server as TorchServe's own gRPC client does, with stubs made by protoc. Prints ``done``.
 
-Runs in an environment of its own, beside ``inference_pb2`` and ``inference_pb2_grpc``. The argument is the server's
-address. Models: ``hello`` streams, ``stateful`` adds up the numbers of a sequence.
+Runs in its own environment, beside ``inference_pb2`` and ``inference_pb2_grpc``. The argument is the server's address.
+Models: ``hello`` streams, ``stateful`` adds up the numbers of a sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def _unary_and_streamed(stub: inference_pb2_grpc.InferenceAPIsServiceStub) -> No
 
 
 def _sequence(stub: inference_pb2_grpc.InferenceAPIsServiceStub) -> None:
-    """A thread reads while requests are sent. The sequence is named after the address, since its state stays."""
+    """A thread reads answers while requests are sent.
+
+    The sequence is named after the address, since its state persists.
+    """
     requests: queue.Queue[object] = queue.Queue()
     answers: queue.Queue[bytes] = queue.Queue()
     responses = stub.StreamPredictions2(iter(requests.get, None), metadata=_METADATA, timeout=_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The class that answers and the arguments of calls are read into by the scripts of several clients."""
+"""The class into which several clients' scripts parse answers and the arguments of calls."""
 
 from __future__ import annotations
 

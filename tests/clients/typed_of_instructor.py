@@ -1,6 +1,6 @@
 """Answers in pydantic's classes with instructor, by a JSON schema and by a forced call.
 
-Knows nothing of the server beyond its address. A random model answers: what has a form has it by a grammar.
+Knows nothing of the server beyond its address. A random model answers; grammars give its answers the required form.
 """
 
 from __future__ import annotations

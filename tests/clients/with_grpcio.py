@@ -1,4 +1,4 @@
-"""What grpcio does against a server that speaks the V2 protocol in MLServer's framing, with MLServer's own stubs.
+"""Features of grpcio with a server that speaks the V2 protocol in MLServer's framing, with MLServer's own stubs.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -86,7 +86,7 @@ def prompts(target: str) -> None:
 
 @feature("prompts, streamed")
 def prompts_streamed(target: str) -> None:
-    """Several messages on one stream: each is a request of its own, and a bad one ends alone."""
+    """Sends several messages on one stream: each is a separate request, and a bad one fails without the others."""
     (whole,) = _infer(target, _request())["text_output"]
     assert _joined(_stream(target, _request())) == whole
     responses = _stream(target, _request(), _request(max_tokens=0), _request())
@@ -139,7 +139,7 @@ def errors(target: str) -> None:
 
 @feature("errors in a stream")
 def errors_in_a_stream(target: str) -> None:
-    """A time that is over ends a stream with its reason and the text so far."""
+    """When its time is over, a stream ends with that reason and the text so far."""
     responses = _stream(target, _request(max_tokens=900, timeout=1_500_000))
     assert _joined(responses) and _outputs(responses[-1])["finish_reason"] == ["timeout"]
 

@@ -1,4 +1,4 @@
-"""What httpx does against a server that speaks the V2 protocol and Triton's generate extension over REST.
+"""Features of httpx with a server that speaks the V2 protocol and Triton's generate extension over REST.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -127,7 +127,7 @@ def errors(url: str) -> None:
 
 @feature("errors in a stream")
 def errors_in_a_stream(url: str) -> None:
-    """A time that is over ends a stream with its reason and the text so far."""
+    """When its time is over, a stream ends with that reason and the text so far."""
     events = _events(url, "infer_stream", _body(max_tokens=900, timeout=1_500_000))
     assert _joined(events) and _outputs(events[-1])["finish_reason"] == ["timeout"]
 

@@ -1,4 +1,4 @@
-"""What KServe's gRPC client of the V2 protocol does on MLServer's port and on Triton's. It is made for asyncio alone.
+"""Features of KServe's gRPC client for V2, on MLServer's port and on Triton's. This client supports only asyncio.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -60,7 +60,7 @@ def logprobs(target: str) -> None:
 
 @feature("parameters")
 def parameters(target: str) -> None:
-    """Contents and raw contents."""
+    """Tests ordinary and raw contents."""
     assert text(_infer(target, request())) == text(_infer(target, request(raw=True)))
 
 

@@ -1,4 +1,4 @@
-"""What KServe's REST client of the V2 protocol does against a server. It is made for asyncio alone.
+"""Features of KServe's REST client for V2. This client supports only asyncio.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -60,7 +60,7 @@ def logprobs(url: str) -> None:
 
 @feature("parameters")
 def parameters(url: str) -> None:
-    """Tensors as JSON and as raw bytes, chosen outputs."""
+    """Tests tensors as JSON and as raw bytes, and chosen outputs."""
     whole = text(_infer(url, request()))
     assert (
         text(_infer(url, request(raw=True))) == text(_infer(url, request(raw=True, binary_data_output=True))) == whole

@@ -1,4 +1,4 @@
-"""What LangChain's classes for OpenAI do against a server.
+"""Features of LangChain's OpenAI classes with a server.
 
 Knows nothing of the server beyond what ``features`` says.
 """

@@ -1,4 +1,4 @@
-"""What LiteLLM does against a server, as one of its OpenAI-compatible providers.
+"""Features of LiteLLM with a server, which it calls as one of its OpenAI-compatible providers.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -36,8 +36,10 @@ def chat(url: str) -> None:
 
 @feature("chat")
 def several_turns(url: str) -> None:
-    """A call is among the answers, each of which comes back as this client has read it. It reads calls without the
-    package ``mcp``, which it needs for an argument ``tools``."""
+    """One of the answers is a call. Each answer is sent back as this client has parsed it.
+
+    The client parses calls without the package ``mcp``, which it needs for an argument ``tools``.
+    """
     messages: list[Any] = [*QUESTION]
     for turn in range(3):
         tools = {"extra_body": {"tools": TOOLS, "tool_choice": "required"}, "max_tokens": 200} if turn == 1 else {}
@@ -118,7 +120,7 @@ def retries(url: str) -> None:
 
 @feature("tools, schemas, images")
 def what_is_not_implemented(url: str) -> None:
-    """With ``tools`` this client needs the package ``mcp``."""
+    """The argument ``tools`` would need the package ``mcp``."""
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
     check_refused(lambda: _chat(url, messages=image), litellm.BadRequestError, "content")
 

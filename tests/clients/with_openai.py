@@ -1,4 +1,4 @@
-"""What the openai SDK does against a server.
+"""Features of the openai SDK with a server.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -146,7 +146,7 @@ def errors_in_a_stream(url: str) -> None:
 
 @feature("retries")
 def retries_after_429(url: str) -> None:
-    """Four long answers, where one runs and one waits: whoever is refused comes back when the server says."""
+    """Of four long answers, one runs and one waits; refused requests are retried when the server says."""
     options: dict[str, Any] = {"model": "narrow", "messages": QUESTION, "max_tokens": 60, "extra_body": _IGNORE_EOS}
     client = _client(url, max_retries=50)
     answers = crowd(lambda _: client.chat.completions.with_raw_response.create(**options))
@@ -156,7 +156,10 @@ def retries_after_429(url: str) -> None:
 
 @feature("retries")
 def retries_after_503(_: str) -> None:
-    """A model that is loading refuses with 503. The SDK comes back when the server says, and gets its answer."""
+    """A model that is loading refuses with 503.
+
+    The SDK retries after the time that the server says, and gets its answer.
+    """
     options: dict[str, Any] = {"model": "gated", "messages": QUESTION, "max_tokens": 5, "extra_body": _IGNORE_EOS}
     url, gate = GIVEN["loading"], Path(GIVEN["gate"])
     for stream in (False, True):
@@ -194,7 +197,7 @@ def leaving(url: str) -> None:
 
 @feature("batches")
 def batches(url: str) -> None:
-    """Three rows; tests/batches has the larger ones."""
+    """Tests a batch of three rows; tests/batches has larger ones."""
     client = _client(url)
     body = {"model": "tiny", "messages": QUESTION, **_ASKED, **_IGNORE_EOS}
     rows = [
@@ -232,8 +235,7 @@ def what_is_not_implemented(url: str) -> None:
 
 @feature("parameters")
 def parameters(url: str) -> None:
-    """Every parameter that the SDK has is in the server's own document, and every other one of the document is a known
-    extension."""
+    """The server's document has every parameter of the SDK, and all its other parameters are known extensions."""
     document = _client(url).get("/openapi.json", cast_to=dict[str, Any])
     of_chats = {
         *("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "enable_thinking", "thinking"),

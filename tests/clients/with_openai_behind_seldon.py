@@ -1,4 +1,4 @@
-"""What the openai SDK does through Seldon Core 2's proxy.
+"""Features of the openai SDK through Seldon Core 2's proxy.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -89,7 +89,7 @@ def errors(url: str) -> None:
 
 @feature("retries")
 def retries(url: str) -> None:
-    """More requests than fit are refused with 429; the SDK waits as it is told, and gets its answers."""
+    """More requests than fit are refused with 429; the SDK waits as long as the server says, and gets its answers."""
     refused = 0
 
     def ask(retries: int) -> str:
@@ -145,7 +145,7 @@ def leaving(url: str) -> None:
 
 @feature("tools, schemas, images")
 def what_is_not_implemented(url: str) -> None:
-    """The model's chat template knows no tools."""
+    """The model's chat template does not support tools."""
     for param, more in (("tools", {"tools": TOOLS}),):
         error = check_refused(lambda more=more: _once(url, **more), openai.UnprocessableEntityError)
         assert error.param == param, error.body

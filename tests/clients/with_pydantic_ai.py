@@ -1,4 +1,4 @@
-"""What pydantic-ai does against a server, which it asks as OpenAI's chat completions.
+"""Features of pydantic-ai with a server, which it calls by OpenAI's chat completions.
 
 Knows nothing of the server beyond what ``features`` says.
 """

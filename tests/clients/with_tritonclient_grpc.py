@@ -1,4 +1,4 @@
-"""What Triton's own client does over gRPC, with threads and with asyncio, on a port in Triton's framing.
+"""Features of Triton's own client over gRPC, with threads and with asyncio, on a port with Triton's framing.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -42,7 +42,7 @@ def _infer(target: str, inputs: list[Any] | None = None, **options: Any) -> Any:
 
 
 class _Stream:
-    """One stream of a client, and what arrives on it."""
+    """One stream of a client, and what has arrived on it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -54,7 +54,10 @@ class _Stream:
         self._client.async_stream_infer(model, inputs or [_tensor()], request_id=name, **asked)
 
     def read(self, count: int) -> tuple[dict[str, list[Any]], list[str], list[str]]:
-        """Until so many requests have ended: their results, the errors, and the ids in the order of the results."""
+        """Waits until ``count`` requests have ended.
+
+        Returns their results, the errors, and the ids in the order of the results.
+        """
         found: dict[str, list[Any]] = {}
         errors: list[str] = []
         order: list[str] = []
@@ -115,7 +118,7 @@ def prompts(target: str) -> None:
 
 @feature("prompts, streamed")
 def prompts_streamed(target: str) -> None:
-    """Several requests at the same time on one stream, one of them wrong; it goes on after the error."""
+    """Sends several requests at once on one stream; one of them is wrong, and the stream continues after its error."""
     whole = _text([_infer(target)])
     with triton.InferenceServerClient(target) as client:
         stream = _Stream(client)
@@ -142,7 +145,7 @@ def logprobs(target: str) -> None:
 
 @feature("parameters")
 def parameters(target: str) -> None:
-    """Compression, a chosen output, priority, timeout, numbers of all kinds."""
+    """Tests compression, a chosen output, priority, timeout, and numbers of all kinds."""
     whole = _text([_infer(target)])
     for coding in ("gzip", "deflate"):
         options = {"parameters": {"temperature": 0.0, **_PLAIN}, "priority": 1, "timeout": 60_000_000}
@@ -220,7 +223,7 @@ def what_is_not_served(target: str) -> None:
 
 @feature("errors in a stream")
 def errors_in_a_stream(target: str) -> None:
-    """A time that is over ends a request with its reason and the text so far."""
+    """When its time is over, a request ends with that reason and the text so far."""
     with triton.InferenceServerClient(target) as client:
         stream = _Stream(client)
         stream.ask("a", parameters=_LONG, timeout=1_500_000)

@@ -1,4 +1,4 @@
-"""What Triton's own client does over HTTP, with threads and with asyncio.
+"""Features of Triton's own client over HTTP, with threads and with asyncio.
 
 Knows nothing of the server beyond what ``features`` says.
 """
@@ -77,7 +77,7 @@ def logprobs(url: str) -> None:
 
 @feature("parameters")
 def parameters(url: str) -> None:
-    """Tensors as raw bytes and as JSON both ways, gzip, a chosen output, priority, timeout."""
+    """Tests tensors as raw bytes and as JSON in both directions, gzip, a chosen output, and priority and timeout."""
     whole = _text(_infer(url))
     for raw in (True, False):
         chosen = [triton.InferRequestedOutput("text_output", binary_data=raw)]

@@ -1,4 +1,4 @@
-"""Archives and tables in memory, as other tools write them."""
+"""Makes archives and tables in memory, in the formats that other tools write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def tar(members: Iterable[tuple[str, bytes]], mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> bytes:
-    """A tar archive; names that end with a slash are folders."""
+    """Returns a tar archive; names that end with a slash are folders."""
     found = io.BytesIO()
     with tarfile.open(fileobj=found, mode=mode, format=form) as archive:  # type: ignore[call-overload]
         for name, data in members:
@@ -19,7 +19,7 @@ def tar(members: Iterable[tuple[str, bytes]], mode: str = "w:gz", form: int = ta
 
 
 def reviews(count: int) -> bytes:
-    """A CSV table whose third column is a text with a comma, a quote and, in each tenth record, an end of a line."""
+    """Returns a CSV table whose third column has a comma, a quote and, in each tenth record, a line break."""
     lines = [
         f'"{i % 2 + 1}","title {i}","text {i}, ""quoted""{chr(10) if i % 10 == 0 else " "}end"' for i in range(count)
     ]

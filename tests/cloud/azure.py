@@ -1,6 +1,6 @@
-"""A scripted blob container: as Azure, it lists ETags without quotes, answers with them and asks for them in If-Match.
+"""A scripted blob container that, like Azure, lists ETags without quotes, but returns and expects them with quotes.
 
-Knows nothing of our code. Reads only.
+Uses none of our code, and only serves reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _listing(objects: Mapping[str, bytes]) -> bytes:
 
 @contextmanager
 def azure_server(objects: Mapping[str, bytes]) -> Iterator[str]:
-    """The URL of a server whose every container holds ``objects``."""
+    """Yields the URL of a server that has ``objects`` in every container."""
 
     class Azure(Handler):
         def do_HEAD(self) -> None:

@@ -1,4 +1,4 @@
-"""One object of an S3 endpoint, read in chunks to its end: by how much the process that reads it grew."""
+"""Reads one object of an S3 endpoint in chunks to its end, and prints by how much this process grew."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def _run(job: CloudRun) -> dict[str, float]:
 
 
 def main(url: str, chunk_mib: int, bound_mib: int) -> None:
-    """``chunk_mib`` 0: whole."""
+    """``chunk_mib`` 0 reads the object as a whole."""
     chunking = Chunking(chunk_mib * MIB, joined=False) if chunk_mib else Chunking(whole_bytes=2**40)
     limits = PipelineLimits(window_bytes=bound_mib * MIB, batch_rows=2, batches=1)
     storage = {"endpoint": url, "skip_signature": "true", "region": "x"}

@@ -1,4 +1,4 @@
-"""The command as a process, and in this one."""
+"""Runs the command in this process or as a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESS = [sys.executable, "-m", "mlserver_torch_stream.cli", "cloud"]
 
 
 def cloud(*arguments: object) -> int:
-    """The exit status, in this process."""
+    """Runs the command in this process, and returns its exit status."""
     try:
         return main([str(each) for each in arguments])
     except SystemExit as left:
@@ -44,7 +44,7 @@ def finish(process: subprocess.Popen[bytes], seconds: float = 120.0) -> tuple[in
 def peak_mib(
     process: subprocess.Popen[bytes], until: Callable[[], object] = lambda: False, seconds: float = 900.0
 ) -> float:
-    """The peak memory of the command, which is watched until it ends, or until ``until`` is true."""
+    """Returns the peak memory of the command, watched until it ends or ``until`` returns true."""
     peak, end = 0.0, time.monotonic() + seconds
     while process.poll() is None and not until():
         assert time.monotonic() < end, "the run does not end"
@@ -56,7 +56,7 @@ def peak_mib(
 
 
 def trouble(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The error of an output row: its own, or that in the response of a row that was refused; None of an answer."""
+    """Returns the error of an output row: its own, or that in the response to a refused row; None for an answer."""
     error = row["error"] or (row["response"] or {}).get("body", {}).get("error")
     return None if error is None else dict(error)
 

@@ -1,4 +1,4 @@
-"""One moto for all tests, each with a bucket of its own, and a scripted model server for each test."""
+"""One moto for all tests, each with its own bucket, and a scripted model server for each test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cloud.moto import moto
 
 @pytest.fixture(autouse=True)
 def epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All runs bear one time, so that equal answers in two outputs are equal bytes."""
+    """Gives all runs the same time, so that equal answers in two outputs are equal bytes."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
 
 
@@ -28,7 +28,7 @@ def aws() -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def bucket(aws: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an empty bucket; the environment points to it."""
+    """Makes an empty bucket and returns its name; the environment points to the server."""
     for name, value in aws.items():
         monkeypatch.setenv(name, value)
     name = f"b-{uuid.uuid4().hex[:12]}"
@@ -44,7 +44,7 @@ def server() -> Iterator[ModelServer]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """37 rows in JSONL objects and whole texts; rows 5 and 20 fail, row 9 is malformed."""
+    """A folder of 37 rows in JSONL objects and text files; rows 5 and 20 fail, row 9 is malformed."""
     (tmp_path / "in" / "deep").mkdir(parents=True)
     lines = [
         json.dumps({"custom_id": f"r{i}", "prompt": f"{'fail' if i in (5, 20) else 'row'} {i}"}) for i in range(30)

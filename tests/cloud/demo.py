@@ -1,6 +1,6 @@
-"""``make cloud-demo``: 200 prompts in a bucket, the embedded model over them, the answers in order.
+"""``make cloud-demo``: the embedded model answers 200 prompts from a bucket, and the answers are in order.
 
-Knows the command and moto; everything happens on this machine.
+Uses the command and moto; everything runs on this machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A scripted object server: an S3-like bucket whose answers go wrong as a test says, and that keeps what it was asked.
+"""A scripted object server: an S3-like bucket whose answers fail as a test defines, and that records its requests.
 
-Knows nothing of our code: it is the faulty world that a fetch must survive. Also enough of GCS for reads.
+Uses none of our code: it simulates faults that a fetch must survive. It also supports enough of GCS for reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.scripted_http import Handler, serving
 class Fault:
     """What happens to a GET instead of an answer: ``kind`` is a status, or reset, cut, stall, change.
 
-    Or it has all bytes and no end (``unended``), more bytes than were asked for (``more``), or another size of the
-    object (``resized``).
+    Other kinds: all bytes but no end (``unended``), more bytes than requested (``more``), or another size of the object
+    (``resized``).
     """
 
     kind: str | int
@@ -32,7 +32,7 @@ class Fault:
 
 @dataclass
 class FaultyServer:
-    """``objects`` by path; ``faults``: by path, what happens to its next GETs, in order."""
+    """``objects`` by path; ``faults`` lists for each path what happens to its next GETs."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, list[Fault]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""A scripted GCS bucket over its XML API, as Google documents it: generations, and writes that ask for one of them.
+"""A scripted GCS bucket with its XML API, as Google documents it: generations, and writes that depend on them.
 
-Knows nothing of our code. ``lost``: so many answers to writes go missing.
+Uses none of our code. With ``lost``, so many answers to writes are lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 
 @dataclass
 class Bucket:
-    """``objects``: by key, what is there and its generation."""
+    """``objects`` has the content and generation of each key."""
 
     url: str = ""
     objects: dict[str, tuple[bytes, int]] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Bucket:
     written: int = 0
 
     def storage(self) -> dict[str, str]:
-        """A token is needed for writes, whoever they go to."""
+        """The options of the store; writes need a token, whatever the server."""
         return {"base_url": self.url, "bearer_token": "token"}
 
 
@@ -88,7 +88,7 @@ def _etag(body: bytes) -> str:
 
 @contextmanager
 def gcs_bucket() -> Iterator[Bucket]:
-    """The bucket ``gs://bucket``, reached with its ``storage``."""
+    """Yields the bucket ``gs://bucket``, which is reached with its ``storage``."""
     bucket = Bucket()
     with serving(_handler(bucket)) as bucket.url:
         yield bucket

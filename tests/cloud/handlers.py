@@ -1,4 +1,4 @@
-"""Handlers for objects, as a user of TorchServe writes them, and what they answer."""
+"""Handlers for objects, as a TorchServe user writes them, and their answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def predictions(row: dict[str, Any]) -> list[Any]:
 
 
 def counted(key: str, body: bytes, chunk: int | None = None) -> list[tuple[Any, ...]]:
-    """What ``COUNT`` says of an object: the bytes of each chunk, their checksum, and what it was told."""
+    """Returns what ``COUNT`` answers for an object: each chunk's size, checksum, and headers."""
     size = chunk or len(body) or 1
     starts = list(range(0, len(body), size)) or [0]
     return [

@@ -1,4 +1,4 @@
-"""Jobs over a folder, and a model for them whose failures are known beforehand."""
+"""Jobs over a folder, and a model for them whose failures are defined beforehand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = Retry(tries=3, first=0.001, longest=0.01)
 
 
 class Model:
-    """Reverses prompts, fails those that begin with ``fails``, dies after ``lasts`` rows; keeps what it was asked."""
+    """Reverses prompts, fails those that begin with ``fails``, dies after ``lasts`` rows, and records its prompts."""
 
     def __init__(self, lasts: int | None = None, fails: str = "fail") -> None:
         self.asked: list[str] = []
@@ -53,7 +53,7 @@ def job(folder: Path, **changes: Any) -> CloudRun:
 def run(
     job: CloudRun, model: Model, metrics: RunMetrics | None = None, report: Callable[[str], None] = lambda message: None
 ) -> int:
-    """The number of rows that failed."""
+    """Runs the job, and returns the number of rows that failed."""
 
     async def act() -> int:
         return await write(await plan(job), model, metrics or RunMetrics(), report)

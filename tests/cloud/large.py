@@ -1,4 +1,4 @@
-"""One JSONL object of so many MiB in a folder, read to its end: by how much the process that reads it grew."""
+"""Reads one JSONL object of a given size in MiB in a folder to its end, and prints by how much this process grew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _grown(before: int) -> float:
 
 
 async def _run(folder: str, mib: int, job: CloudRun) -> dict[str, float]:
-    """Rows of about one MiB, none of them a divisor of a block."""
+    """The rows have about one MiB each, so that they do not end at the ends of blocks."""
     prompt = "x" * (MIB - 100)
     with Path(folder, "large.jsonl").open("w") as out:
         for _ in range(mib):

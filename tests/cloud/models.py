@@ -1,6 +1,6 @@
-"""A scripted model server: V2 and OpenAI, streamed and unary, that reverses its prompts and keeps what it was asked.
+"""A scripted model server: V2 and OpenAI, streamed and unary. It reverses its prompts and records its requests.
 
-Knows nothing of our code. Says 429 where more than ``most`` requests are in flight, and goes wrong as a test says.
+Uses none of our code. Answers 429 if more than ``most`` requests are in flight, and fails as a test defines.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from tests.scripted_http import Handler, serving
 
 @dataclass
 class ModelServer:
-    """``trouble``: asked for each prompt and how often it came before, gives a status to answer, an error object
-    for a 400, "cut", or None. ``script``: the events of every answer, or its one body, instead of its own."""
+    """``trouble`` is called with each prompt and how often it came before.
+
+    It returns a status to answer, an error object for a 400, "cut", or None. ``script`` replaces the events of every
+    answer, or its body.
+    """
 
     url: str = ""
     delay: float = 0.0

@@ -1,7 +1,4 @@
-"""Moto as a process: an S3 and an SQS on this machine, in memory, for tests, the demo and measurements.
-
-Knows nothing of who uses it.
-"""
+"""Moto as a process: S3 and SQS on this machine, in memory, for tests, the demo and measurements."""
 
 from __future__ import annotations
 

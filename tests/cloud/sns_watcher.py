@@ -1,4 +1,4 @@
-"""A watcher of messages of SNS whose certificates come from a host of this machine: a process that a test may kill.
+"""A process that watches SNS messages, with SNS's certificates from a host on this machine; tests may kill it.
 
 It listens as ``cloud watch --listen --sns-topic`` does, for the folder ``in`` of a bucket, and writes to ``sns``. Its
 model appends the text of each object that it gets to a file, and answers with the reversed text.

@@ -1,6 +1,6 @@
-"""A scripted S3 bucket with objects of any size that lie nowhere: the bytes of a range are made when it is asked for.
+"""A scripted S3 bucket with objects of any size that are not stored: the bytes of a range are made on request.
 
-Knows nothing of our code. A large object is zeros, with the number of each MiB in its first eight bytes.
+Uses none of our code. A large object is zeros, with the number of each MiB in its first eight bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 
 
 def made(start: int, end: int) -> Iterator[bytes]:
-    """Bytes ``start`` to ``end`` of a large object."""
+    """Yields bytes ``start`` to ``end`` of a large object."""
     while start < end:
         block, at = divmod(start, MIB)
         piece = (struct.pack(">Q", block) + _ZEROS)[at : at + end - start]
@@ -30,7 +30,7 @@ def made(start: int, end: int) -> Iterator[bytes]:
 
 @dataclass
 class SparseBucket:
-    """``objects``: by key, the bytes, or the size of a large object. ``versions``: by key, where it was replaced."""
+    """``objects`` has each key's bytes, or the size of a large object; ``versions`` those of replaced keys."""
 
     objects: dict[str, bytes | int] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class SparseBucket:
     url: str = ""
 
     def options(self) -> list[str]:
-        """Of the command."""
+        """The command's options for this bucket."""
         return ["--storage", f"endpoint={self.url}", "--storage", "skip_signature=true", "--storage", "region=x"]
 
     def size(self, key: str) -> int:
@@ -97,7 +97,7 @@ def _handler(bucket: SparseBucket) -> type[Handler]:
 
 @contextmanager
 def sparse_bucket(objects: dict[str, bytes | int]) -> Iterator[SparseBucket]:
-    """The bucket ``s3://bucket``, reached with its ``options``."""
+    """Yields the bucket ``s3://bucket``, which is reached with its ``options``."""
     bucket = SparseBucket(objects)
     with serving(_handler(bucket)) as bucket.url:
         yield bucket

@@ -1,4 +1,4 @@
-"""Ten thousand objects in memory behind a slow head: what was undelivered at most, and by how much the process grew."""
+"""Ten thousand objects behind a slow first one: prints the most undelivered results and the memory's growth."""
 
 from __future__ import annotations
 

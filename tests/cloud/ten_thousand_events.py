@@ -1,4 +1,7 @@
-"""Twelve thousand events over HTTP on three thousand objects, more than may wait: what was inferred, and the memory."""
+"""Twelve thousand events over HTTP about three thousand objects, more than may wait.
+
+Prints how many objects were inferred, and the memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def _event(key: str) -> dict[str, Any]:
 
 
 class _Run:
-    """The model answers nothing until an event is refused because too many objects wait, or all are accepted."""
+    """The model answers only after an event was refused because too many objects wait, or after all were accepted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -207,7 +207,7 @@ def test_every_place_in_an_archive_is_a_place_to_go_on_from() -> None:
 
 
 class _Predictions(Handler):
-    """Posts to ``/predictions/my_tc`` are answered with the length of the text."""
+    """Answers POSTs to ``/predictions/my_tc`` with the length of the text."""
 
     bodies: ClassVar[list[Any]] = []
     lock = threading.Lock()

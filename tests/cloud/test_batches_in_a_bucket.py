@@ -1,4 +1,4 @@
-"""Files and batches in a bucket of S3 instead of a folder: the same, over a restart and beside another process."""
+"""Files and batches in an S3 bucket work as in a folder, even after a restart and beside another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects in chunks: every byte once and in order, one row for an object or for a chunk, resumed and tried again."""
+"""Objects in chunks: every byte once and in order, one row for an object or for a chunk, resumed and retried."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def _bytes(key: str, size: int) -> bytes:
 
 
 class _Echo:
-    """Says what each row holds. ``fails``: chunks, as ``key#number``; ``lasts``: the rows after which it dies;
-    ``pieces``: into how many the answers come."""
+    """Answers with what each row contains.
+
+    Rows in ``fails``, named ``key#number``, fail; ``lasts`` is the number of rows after which it dies, ``pieces`` the
+    number of pieces in which answers come.
+    """
 
     def __init__(self, fails: Sequence[str] = (), lasts: int | None = None, pieces: int | None = None) -> None:
         self.asked: list[str] = []

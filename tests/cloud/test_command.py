@@ -1,4 +1,4 @@
-"""The command as one types it: statuses, messages, what is printed and written, and every bad input."""
+"""The command as a user types it: exit statuses, messages, what is printed and written, and every bad input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUICK = ("--tries", "3", "--stall", "2")
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """10 rows in two objects."""
+    """A folder with 10 rows in two objects."""
     folder = tmp_path / "in"
     folder.mkdir()
     lines = [json.dumps({"custom_id": f"r{i}", "prompt": f"row {i}"}) for i in range(10)]
@@ -289,7 +289,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(rows: Path, server: 
 def test_ctrl_c_while_the_model_loads_ends_at_once_and_leaves_no_process(
     rows: Path, tmp_path: Path, command: str, request: pytest.FixtureRequest
 ) -> None:
-    """The load stands still in a compiler that never comes back, in a thread that cannot be stopped."""
+    """The load hangs in a compiler that never returns, in a thread that cannot be stopped."""
     pytest.importorskip("torch")
     tiny_model = request.getfixturevalue("tiny_model")
     compiler, started = tmp_path / "c++", tmp_path / "pid"

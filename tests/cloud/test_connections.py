@@ -1,4 +1,4 @@
-"""Connections that are cancelled while they are made, by each of their users, on uvloop as the commands run."""
+"""Connections that are cancelled while they are being made, by each kind of client, on uvloop as in the commands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def _url_list(url: str) -> AsyncIterator[Ask]:
 def test_a_request_cancelled_while_it_connects_closes_no_descriptor_twice(
     user: Callable[[str], AbstractAsyncContextManager[Ask]],
 ) -> None:
-    """uvloop closes the descriptor at the cancel and leaves the socket object, whose end would close it again."""
+    """uvloop closes the descriptor when it is cancelled, but the socket object remains and would close it again."""
 
     async def cancelled_after(turns: int, ask: Ask) -> None:
         request = asyncio.ensure_future(ask())

@@ -1,4 +1,4 @@
-"""The pure parts: window, batches, back-off, lines and rows, names and patterns."""
+"""Functions without I/O: window, batches, back-off, lines and rows, names and patterns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cloud.jobs import RUN
 def test_a_window_delivers_in_order_and_never_holds_more_than_its_limits(
     data: st.DataObject, limit: int, most: int, weights: list[int]
 ) -> None:
-    """The limits are a number and a weight. An item that is heavier than the limit is in the window alone."""
+    """The limits are a number and a weight. An item that is heavier than the limit is alone in the window."""
     window: Window[int] = Window(limit, most)
     inside: list[int] = []
     delivered: list[int] = []

@@ -1,4 +1,4 @@
-"""The pages on objects in clouds name options that there are."""
+"""The pages about objects in clouds name only options that exist."""
 
 from __future__ import annotations
 

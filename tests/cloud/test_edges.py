@@ -1,4 +1,4 @@
-"""Rare cases: a cancelled model or connection, byte order marks, objects that stand for folders, half characters."""
+"""Rare cases: cancelled models or connections, byte order marks, objects as folders, incomplete characters."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_marks_of_byte_order_are_no_text(tmp_path: Path) -> None:
 
 
 def test_objects_that_stand_for_folders_are_no_input(aws: dict[str, str], bucket: str) -> None:
-    """Also those that are beside an object of the same name."""
+    """Even if they are beside an object of the same name."""
     for key in ("", "sub/", "v1.0/", "sub/a.txt", "sub/a.txt/", "empty.txt", "empty.txt/"):
         body = b"x" if key.endswith("a.txt") else b""
         plain_http.put(f"{aws['AWS_ENDPOINT_URL']}/{bucket}/in/{key}", content=body).raise_for_status()
@@ -195,7 +195,7 @@ def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path)
 
 
 def _put_raw(aws: dict[str, str], path: str, body: bytes) -> None:
-    """A PUT to a path that is not normalized."""
+    """Sends a PUT to a path that is not normalized."""
     parts = urlsplit(aws["AWS_ENDPOINT_URL"])
     connection = HTTPConnection(parts.netloc)
     connection.request("PUT", quote(path), body)
@@ -229,7 +229,7 @@ def test_keys_that_the_library_has_no_name_for_are_error_rows_in_their_places_an
 def test_a_place_in_a_bucket_is_taken_as_it_is_written(
     aws: dict[str, str], bucket: str, server: ModelServer, unnameable: bool
 ) -> None:
-    """Also by our own listing, where a key has no name in the library."""
+    """This holds for our own listing, too, which is used if the library cannot name a key."""
     for key in ("50%25 a?b#c/a.txt", "50% a?b#c/no.txt", "50%25 a/no.txt", *(["50%25 a?b#c/e//f.txt"] * unnameable)):
         _put_raw(aws, f"/{bucket}/{key}", b"text")
     place = f"s3://{bucket}/50%25 a?b#c"
@@ -357,7 +357,7 @@ def test_a_run_that_is_told_to_stop_just_as_a_store_answers_stops() -> None:
 
 
 async def _served() -> tuple[asyncio.Server, list[asyncio.StreamWriter]]:
-    """A server that accepts connections and leaves them open, and their writers."""
+    """Returns a server that accepts connections and leaves them open, and a list of their writers."""
     accepted: list[asyncio.StreamWriter] = []
     return await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0), accepted
 

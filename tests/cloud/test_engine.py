@@ -1,4 +1,4 @@
-"""The engine in this process as the callable: what it answers, what it refuses, and that company changes no text."""
+"""The engine in this process as the callable: its answers and refusals, and texts independent of the batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rows_are_answered_in_order_and_the_same_in_any_company(tiny_model: Path
 
 @pytest.mark.long
 def test_a_watchers_batches_are_bounded_by_tokens(tiny_model: Path, tmp_path: Path) -> None:
-    """A row has more bytes than the bound of tokens, and fewer than half as many tokens."""
+    """A row has more bytes than the limit of tokens, but fewer than half as many tokens."""
     folder = _write(tmp_path, [{"prompt": f"The quick brown fox {i}", "max_tokens": 1} for i in range(6)])
     watch = ("watch", "--input", folder, "--output", tmp_path / "out", "--poll", "0.05", "--limit", "1")
     model = ("--model", tiny_model, "--extra", _EXTRA, "--batch-tokens", "45", "--metrics", tmp_path / "metrics")

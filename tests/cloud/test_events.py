@@ -1,7 +1,7 @@
-"""Thousands of events, told twice, out of order and through kills: each object has one result, whoever announces it.
+"""Thousands of events, sent twice, out of order and through kills: each object has exactly one result.
 
-Senders deliver at least once, as those of the clouds do: an event is sent until it is acknowledged. One sender of ten
-leaves at once, or does not read the acknowledgement.
+As in clouds, senders deliver at least once: an event is sent until it is acknowledged. One sender in ten leaves at
+once, or does not read the acknowledgement.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ WAYS = {"s3": _webhook, "minio": _minio, "structured": _structured, "binary": _b
 
 
 class Place:
-    """A bucket with ``in``, and the outputs of watchers beside it."""
+    """A bucket with the folder ``in``, and the outputs of watchers beside it."""
 
     def __init__(self, storage: dict[str, str]) -> None:
         self.storage = storage
         self.options = [word for name, value in storage.items() for word in ("--storage", f"{name}={value}")]
 
     def put(self, keys: Sequence[str]) -> None:
-        """Each object has its key as its text."""
+        """Writes objects, each with its key as its text."""
 
         async def act() -> None:
             store = Store.open("s3://bucket/in", self.storage)
@@ -120,9 +120,9 @@ def _shuffled(events: Sequence[_Event], draw: random.Random) -> list[_Event]:
 
 
 class _Senders:
-    """Send events to a listener that may be killed meanwhile.
+    """Sends events to a listener that may be killed meanwhile.
 
-    ``acknowledged``: how many events have their 202; ``lost``: how many answers came that the sender did not read.
+    ``acknowledged`` counts events with status 202, ``lost`` answers that the sender did not read.
     """
 
     def __init__(self, port: int, events: Sequence[_Event], draw: random.Random) -> None:
@@ -131,7 +131,7 @@ class _Senders:
         self.acknowledged = self.lost = self.failed = 0
 
     async def send(self, kills: Callable[[int], None]) -> None:
-        """``kills`` is called after each acknowledgement, with their number."""
+        """``kills`` is called with the number of acknowledgements after each of them."""
         timeout = aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             await asyncio.gather(*(self._sender(session, kills) for _ in range(_SENDERS)))
@@ -170,7 +170,7 @@ class _Senders:
 
 
 class _Watched:
-    """A watcher that is killed and started again, after so many events."""
+    """A watcher that is killed and started again after the given numbers of events."""
 
     def __init__(self, begin: Callable[[], subprocess.Popen[bytes]], kills: Sequence[int]) -> None:
         self._begin = begin
@@ -191,7 +191,7 @@ class _Watched:
         return True
 
     def stop(self) -> str:
-        """Interrupts the watcher; what it wrote to stderr."""
+        """Interrupts the watcher, and returns what it wrote to stderr."""
         self.process.send_signal(signal.SIGINT)
         return finish(self.process)[2]
 
@@ -253,7 +253,7 @@ def test_messages_of_sns_have_one_result_for_each_object(place: Place, sns: Sns,
 def test_messages_of_a_queue_have_one_result_for_each_object(
     place: Place, server: ModelServer, aws: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill loses the acknowledgements of the messages at work, which the queue delivers again after a minute."""
+    """A kill loses the acknowledgements of messages in progress, which the queue delivers again after a minute."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, aws[name])
     draw, keys, client = random.Random(5), _keys("queue", _QUEUED), _aws("sqs", aws)
@@ -279,7 +279,7 @@ def test_messages_of_a_queue_have_one_result_for_each_object(
 
 @pytest.mark.slow
 def test_objects_that_polling_finds_have_one_result_each(place: Place, server: ModelServer) -> None:
-    """The objects come in the order of their keys, in three groups; the watcher is killed after two of them."""
+    """The objects arrive in the order of their keys, in three groups; the watcher is killed after the first two."""
     keys, third = _keys("poll"), _OBJECTS // (_KILLS + 1)
     watch = ("watch", "--input", "s3://bucket/in", "--output", "s3://bucket/poll", "--poll", "0.2", *place.options)
     place.put(keys[:1])

@@ -1,4 +1,4 @@
-"""Fetching from a server that fails: passing failures change no byte, and other ones are errors that name them."""
+"""Fetching from a failing server: transient failures change no byte, and other failures are errors that name them."""
 
 from __future__ import annotations
 

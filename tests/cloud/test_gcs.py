@@ -1,4 +1,4 @@
-"""Writing to GCS: what is asked of it, against a server that answers as Google documents it."""
+"""The requests with which GCS is written, against a server that answers as Google documents it."""
 
 from __future__ import annotations
 

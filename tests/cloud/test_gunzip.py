@@ -1,4 +1,4 @@
-"""Rows in gzip: the same rows in bounded memory, and one error row where it breaks."""
+"""Rows in gzip: the same rows, in bounded memory, and one error row where the data is damaged."""
 
 from __future__ import annotations
 

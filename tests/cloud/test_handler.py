@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def large() -> Iterator[SparseBucket]:
-    """Small objects around one of 24 MiB."""
+    """A bucket of small objects and one of 24 MiB."""
     objects: dict[str, bytes | int] = {f"{number:03}.png": bytes([number]) * 100 for number in range(20)}
     with sparse_bucket({**objects, "010-large.bin": 24 * MIB + 5}) as bucket:
         yield bucket
@@ -50,7 +50,7 @@ def large() -> Iterator[SparseBucket]:
 
 @pytest.mark.long
 def test_each_object_reaches_the_handler_whole_or_in_chunks_in_order(folder: Path, capfd: Any) -> None:
-    """From a file and from an archive; a handler in a batch of its own size, which the archive says."""
+    """The handler is a file, and an archive that sets its batch size."""
     run = ("run", "--input", folder / "in", *_SHIM)
     assert cloud(*run, "--handler", write(folder / "h")) == 0
     whole = rows(capfd.readouterr().out)
@@ -76,7 +76,7 @@ def test_each_object_reaches_the_handler_whole_or_in_chunks_in_order(folder: Pat
 
 @pytest.mark.long
 def test_a_batch_of_the_run_is_a_batch_of_the_handler(folder: Path, capfd: Any) -> None:
-    """A batch is bounded by its number of rows, by bytes, and by the time that its first row waits."""
+    """A batch is limited by its number of rows, by bytes, and by the time that its first row waits."""
     for key in ("j.json", "t.txt"):
         (folder / "in" / key).unlink()
     run = ("run", "--input", folder / "in", "--handler", write(folder / "h", batchSize=2), *_SHIM)
@@ -135,7 +135,7 @@ def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capf
 def test_killed_in_the_middle_of_an_object_it_goes_on_and_writes_the_same_bytes(
     large: SparseBucket, tmp_path: Path, mode: str, count: int
 ) -> None:
-    """No worker of the killed command lives on, either."""
+    """After the kill, none of the command's workers is left either."""
     handler = write(tmp_path / "h")
     bounds = ("--prefetch-bytes", "4MiB", "--window-bytes", "4MiB", "--chunk-bytes", "1MiB", "--part-rows", "4")
 

@@ -1,4 +1,4 @@
-"""One batch of ``cloud run --handler``: what becomes of its requests where the run ends."""
+"""One batch of ``cloud run --handler``: what happens to its requests when the run ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def handle(data, context):
 
 @pytest.mark.long
 def test_a_batch_needs_the_key_and_its_requests_are_closed_when_it_is_cancelled(tmp_path: Path) -> None:
-    """Else the only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
+    """Otherwise the only worker would answer no other batch, as nobody reads the pieces of an endless answer."""
     asyncio.run(_cancelled(write(tmp_path / "h", _ENDLESS)))
 
 
@@ -58,7 +58,7 @@ def test_while_a_worker_runs_a_batch_the_next_one_waits_in_its_queue_and_no_batc
 
 
 async def _waiting(handler: Path, *batches: list[str]) -> set[int]:
-    """Sends the batches at once. Returns how many of their rows waited in the queue, each time that some did."""
+    """Sends the batches at once. Returns the different numbers of their rows that were seen waiting in the queue."""
     extra = {"ts": "shim", "batchSize": 2, "maxBatchDelay": 0, "jobQueueSize": 1000}
     async with child_server("TorchServeRuntime", str(handler), extra, RunMetrics()) as child:
         endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
@@ -100,7 +100,7 @@ async def _cancelled(handler: Path) -> None:
 
 @pytest.mark.long
 def test_a_chunk_after_the_first_whose_worker_has_died_is_lost_and_does_not_fail(tmp_path: Path) -> None:
-    """So that its object begins anew, although the worker died between two chunks."""
+    """The object must be started again, although the worker died between two chunks."""
     config = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000}
     handler = write(tmp_path / "h", "def handle(data, context):\n    return data and ['ok'] * len(data)\n", **config)
 

@@ -1,4 +1,4 @@
-"""Asking servers: both spellings, streamed and whole, and how many requests a server that says 429 gets."""
+"""Requests to servers: over both APIs, streamed and whole, and how many a server gets that answers 429."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_stream_of_results_takes_the_url_of_a_server_or_its_endpoint(tmp_path:
 
 @given(st.lists(st.booleans(), max_size=200))
 def test_concurrency_stays_between_one_and_its_most(answers: list[bool]) -> None:
-    """Only booleans are drawn: at the first integer Hypothesis reads the source of each module, for up to a second."""
+    """Only booleans are drawn: at the first integer, Hypothesis reads the source of each module for up to a second."""
     for most in range(1, 65):
         concurrency = Concurrency(most)
         for good in answers:

@@ -1,4 +1,4 @@
-"""kill -9 at any moment, then the same command again: the output of an undisturbed run, and nothing inferred twice."""
+"""After kill -9 at any moment, the same command completes the same output, and infers nothing twice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _delivered(out: Path) -> set[str]:
 
 
 def _kill(run: tuple[Any, ...], out: Path, seconds: float) -> bool:
-    """Starts, kills ``seconds`` after the output was claimed; True if it had not ended by itself."""
+    """Starts a run and kills it ``seconds`` after it has claimed the output. Returns whether the kill ended it."""
     process = start(*run)
     end = time.monotonic() + 120
     while not (out / "manifest.json").exists():
@@ -93,7 +93,7 @@ def test_a_kill_and_a_resume_through_a_server(tmp_path: Path, server: ModelServe
 
 
 def _killed_while_trying_again(folder: Path, server: ModelServer, number: int, seconds: float) -> bool:
-    """Half of the rows failed. True if the kill came between the first answer and the last."""
+    """First lets half of the rows fail. Returns whether the kill came between the first answer and the last."""
     out = folder / f"out{number}"
     run = _server_run(folder, out.name, server)
     server.trouble = lambda prompt, before: 422 if int(prompt.split()[-1]) % 2 else None
@@ -131,7 +131,7 @@ def test_ten_kills_of_a_retry_leave_one_row_for_each_and_no_answer_is_asked_for_
 
 @pytest.mark.slow
 def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Path, tiny_model: Path) -> None:
-    """Greedy, fp32, in batches of whatever is there: the texts do not depend on who shared a batch."""
+    """With greedy sampling in float32, texts do not depend on the batches, whose rows are whatever is waiting."""
     _input(tmp_path, "The quick brown fox")
 
     def run(out: str, metrics: str) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ def test_twenty_kills_and_resumes_of_an_engine_give_the_same_bytes(tmp_path: Pat
 
 
 def _kill_between_parts(run: tuple[Any, ...], out: Path, parts: int, seconds: float) -> bool:
-    """Kills ``seconds`` after there are so many parts."""
+    """Kills the run ``seconds`` after it has written ``parts`` parts."""
     process = start(*run)
     wait_until(lambda: process.poll() is not None or len(list(out.glob("part-*"))) >= parts)
     time.sleep(seconds)
@@ -181,7 +181,7 @@ asyncio.run(main())
 
 
 def _exits(bucket: str, server: ModelServer, count: int) -> None:
-    """The object-store library aborts many processes that end on one of its calls, 7 of 25 without ``settle``."""
+    """Without ``settle``, the object-store library aborts many processes that end during one of its calls: 7 of 25."""
 
     async def upload() -> None:
         store = Store.open(f"s3://{bucket}/in")

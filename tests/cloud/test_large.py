@@ -1,4 +1,4 @@
-"""What one large object comes to: rows of JSONL in blocks, whatever its size, and a named refusal of the rest."""
+"""One large object: rows of JSONL are read in blocks, whatever its size; other formats are refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.markdown import ROOT
 
 
 def _read(mib: int, window_mib: int, ahead_mib: int) -> dict[str, float]:
-    """In a process of its own, whose memory nothing else has touched; that all rows come is asserted there."""
+    """Runs in a separate process, whose memory nothing else has used; the process asserts that all rows arrive."""
     script = [sys.executable, "-m", "tests.cloud.large", *map(str, (mib, window_mib, ahead_mib))]
     told = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert told.returncode == 0, told.stderr
@@ -27,7 +27,7 @@ def _read(mib: int, window_mib: int, ahead_mib: int) -> dict[str, float]:
 
 @pytest.mark.long
 def test_rows_of_a_large_object_come_in_blocks_and_do_not_pile_up_behind_a_slow_head() -> None:
-    """50 to 58 MiB, of which 16 are the window and 16 those fetched ahead; 166 with a window of 128."""
+    """Measured: 50 to 58 MiB, of which 16 are the window and 16 are fetched ahead; 166 with a window of 128."""
     assert _read(192, 16, 16)["grown_mib"] <= 110
 
 

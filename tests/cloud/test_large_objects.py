@@ -1,4 +1,4 @@
-"""Objects larger than the memory that they may take: from a server that makes their bytes, through a handler."""
+"""Objects larger than their memory limit, from a server that generates their bytes, through a handler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def handle(data, context):
 
 @pytest.mark.long
 def test_an_object_in_chunks_needs_no_more_memory_than_the_bounds_say() -> None:
-    """45 to 55 MiB, of which 25 are libraries; 128 MiB as a whole would be more than 256."""
+    """Measured: 45 to 55 MiB, of which 25 are libraries; reading the 128 MiB as a whole would need more than 256."""
     with sparse_bucket({"a.bin": 128 * MIB}) as bucket:
         script = [sys.executable, "-m", "tests.cloud.chunked", bucket.url, "1", "8"]
         told = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -71,7 +71,7 @@ def _command(bucket: SparseBucket, folder: Path, out: str, mode: str) -> tuple[A
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["chunk", "object"])
 def test_500_images_and_5_gib_come_in_order_within_bounds_and_resume_byte_for_byte(tmp_path: Path, mode: str) -> None:
-    """About 320 MiB, of which 150 are the libraries."""
+    """Measured: about 320 MiB, of which 150 are libraries."""
     write(tmp_path / "h", _COUNT)
     images: dict[str, bytes | int] = {f"{number:04}.png": b"%04d" % number * 50 for number in range(500)}
     with sparse_bucket({**images, "0250-video.mp4": _GIB5}) as bucket:

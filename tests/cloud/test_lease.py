@@ -1,4 +1,4 @@
-"""One command writes an output at a time: a second one is told so, and one that died blocks nobody for long."""
+"""Only one command writes an output at a time: a second one is refused, and a dead one blocks others only briefly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _place(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> Store:
 
 
 def test_of_replacements_of_one_object_in_a_folder_none_is_lost(tmp_path: Path) -> None:
-    """Each is made from the version that it replaces, by one of two stores."""
+    """Each replacement is based on the version that it replaces, and is made by one of two stores."""
 
     async def act() -> None:
         stores = [Store.open(str(tmp_path)) for _ in range(2)]
@@ -114,7 +114,7 @@ def test_workers_with_parts_of_their_own_do_not_hinder_each_other(
 
 
 async def _hold(store: Store, **changes: Any) -> None:
-    """A lease as another machine left it."""
+    """Writes a lease as another machine would have left it."""
     holder = {"token": "t", "host": "h", "machine": "elsewhere", "pid": 1, "started": 1, "seen": time.time()}
     await store.put("lease.json", json.dumps({**holder, "ended": False, **changes}).encode())
 
@@ -138,7 +138,7 @@ def test_a_writer_of_another_machine_is_alive_while_it_is_heard_of_and_no_longer
 
 def test_a_lease_that_this_process_could_not_end_blocks_it_no_longer_than_one_of_another_machine() -> None:
     class Gone(Store):
-        """Takes nothing any more."""
+        """A store that refuses all writes."""
 
         async def put(self, key: str, data: bytes) -> None:
             raise StoreUnavailable("later")
@@ -158,7 +158,7 @@ def test_a_lease_that_this_process_could_not_end_blocks_it_no_longer_than_one_of
 
 def test_of_two_that_take_over_a_dead_writers_output_one_succeeds() -> None:
     class Late(Store):
-        """Another command takes the output over between our look and our writing."""
+        """Lets another command take the output over between a look at the lease and its replacement."""
 
         async def replace(self, key: str, data: bytes, marks: Mapping[str, str]) -> None:
             await _hold(self)
@@ -175,7 +175,7 @@ def test_of_two_that_take_over_a_dead_writers_output_one_succeeds() -> None:
 
 def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over() -> None:
     class Moody(Store):
-        """Does not answer at every other look."""
+        """A store that fails at every other look."""
 
         looks = 0
 

@@ -1,4 +1,4 @@
-"""Events over HTTP: only what is below the input, only from who may, and accepted only when they are recorded."""
+"""Events over HTTP: only for objects below the input, only from authorized senders, and accepted only once recorded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TOPIC = "arn:aws:sns:us-east-1:123456789012:uploads"
 
 
 def _s3(*keys: str, bucket: str = "b", event: str = "ObjectCreated:Put") -> dict[str, Any]:
-    """As S3 sends it, cut to a record's fields that AWS documents."""
+    """Returns an event as S3 sends it, with only the fields of a record that AWS documents."""
     return {
         "Records": [
             {
@@ -245,7 +245,7 @@ def test_a_sender_that_leaves_before_its_event_has_come_is_counted_and_logs_no_t
 
 
 def test_only_who_has_the_key_may_post_and_over_tls(tmp_path: Path) -> None:
-    """The key comes as a bearer's token, as MinIO sends it, or as a password, as SNS does once it is asked for one."""
+    """The key comes as a bearer token, as MinIO sends it, or as a password, as SNS sends it when challenged."""
     authority = Authority(tmp_path)
     pair = authority.sign("listener")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -295,13 +295,13 @@ def test_a_listener_whose_output_another_has_taken_over_accepts_nothing_and_ends
 
 
 def sns_verifier(url: str, authority: str) -> SnsVerifier:
-    """Verifies messages of the topic, with certificates from ``url``, whose own is signed by ``authority``."""
+    """Returns a verifier of the topic's messages; ``authority`` has certified the certificates' host ``url``."""
     tls = ssl.create_default_context(cafile=authority)
     return SnsVerifier([_TOPIC], re.compile(re.escape(url.removeprefix("https://"))), tls)
 
 
 class Sns:
-    """A key and its certificate, at a host of this machine, and a count of confirmed subscriptions."""
+    """A key and its certificate, served by a host on this machine, and the confirmed subscriptions."""
 
     def __init__(self, folder: Path) -> None:
         self.key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -319,7 +319,7 @@ class Sns:
         return sns_verifier(self.url, str(self.authority.certificate))
 
     def message(self, kind: str = "Notification", version: str = "2", **changes: Any) -> dict[str, Any]:
-        """A signed message; ``changes`` are signed, too."""
+        """Returns a signed message that includes ``changes``."""
         message = {
             "Type": kind,
             "MessageId": "22b80b92-fdea-4c2c-8f9d-bdfb0c7bf324",
@@ -346,7 +346,7 @@ class Sns:
 
 @contextmanager
 def sns_host(folder: Path) -> Iterator[Sns]:
-    """Serves the certificate. ``folder`` has the authority's files."""
+    """Serves the certificate. ``folder`` gets the authority's files."""
     found = Sns(folder)
     pair = found.authority.sign("sns")
 
@@ -388,7 +388,7 @@ def test_a_signed_message_of_a_listed_topic_is_accepted_and_its_subscription_con
 
 @pytest.mark.long
 def test_a_message_that_is_not_of_sns_or_not_of_a_listed_topic_is_refused(sns: Sns) -> None:
-    """Nothing is fetched for a topic that is not listed, nor from another host, whatever the message is signed with."""
+    """Nothing is fetched for a topic that is not listed, or from another host, whatever key has signed the message."""
     other = "arn:aws:sns:us-east-1:999999999999:uploads"
     altered = {**sns.message(), "Message": json.dumps(_s3("in/b.txt"))}
     confirm = "SubscriptionConfirmation"
@@ -491,7 +491,7 @@ def test_an_accepted_event_has_its_result_though_the_watcher_is_killed_and_an_ev
 
 @pytest.mark.slow
 def test_more_events_than_may_wait_are_accepted_in_bounded_memory_and_each_object_is_inferred_once() -> None:
-    """In a process of its own, whose memory nothing else has touched. Each object is announced four times."""
+    """Runs in a separate process, whose memory nothing else has used. Each object is announced four times."""
     script = [sys.executable, "-m", "tests.cloud.ten_thousand_events"]
     told = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert told.returncode == 0, told.stderr

@@ -1,6 +1,6 @@
-"""Sequences for long: an object larger than memory, and many kills in the middle of compressed data, sound and video.
+"""Long sequences: an object larger than memory, and many kills in the middle of compressed data, sound and video.
 
-Each handler keeps what a chunk leaves open: the state of a decompression, part of a sample, part of a frame.
+Each handler keeps what a chunk leaves incomplete: the state of a decompression, part of a sample, part of a frame.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STATEFUL = {"batchSize": 1, "sequenceBatching": True, "sequenceMaxIdleMSec": 60
 
 @pytest.mark.slow
 def test_a_large_object_keeps_its_state_in_256_mib(tmp_path: Path) -> None:
-    """With ``FULL_SIZE`` in the environment the object has 10 GiB."""
+    """If ``FULL_SIZE`` is in the environment, the object has 10 GiB."""
     handler = write(tmp_path / "h", _CHECKSUM, minWorkers=1, maxWorkers=1, **_STATEFUL)
     with sparse_bucket({"a.bin": _SIZE}) as bucket:
         where = ("run", "--input", "s3://bucket", "--output", tmp_path / "out", *bucket.options())
@@ -132,13 +132,13 @@ def _wav(draw: random.Random) -> bytes:
 
 
 def _mjpeg(draw: random.Random) -> bytes:
-    """Frames as of JPEG, in whose data each 0xff is followed by 0."""
+    """Returns frames like those of JPEG, in whose data each 0xff is followed by 0."""
     bodies = (draw.randbytes(draw.randint(100, 3_000)).replace(b"\xff", b"\xff\0") for _ in range(12))
     return b"".join(b"\xff\xd8" + body + b"\xff\xd9" for body in bodies)
 
 
 def _whole_answer(key: str, body: bytes) -> list[Any] | str:
-    """What a handler finds that gets the object whole."""
+    """Returns the answer of a handler that gets the object whole."""
     if key.endswith(".zz"):
         return zlib.decompress(body).decode()
     if key.endswith(".wav"):
@@ -155,10 +155,11 @@ def _joined_answer(found: list[dict[str, Any]]) -> list[Any] | str:
 
 
 class _Round:
-    """A run over the objects, whose workers are killed at random, and at times the command itself.
+    """A run over the objects. Its workers are killed at random times, and sometimes the command itself.
 
-    An object whose sequence is lost three times within one command fails. So no worker is killed while an object that
-    two kills may have hit is not written. ``kills``: of workers and of commands, while an object is open.
+    An object fails if its sequence is lost three times within one command, so no worker is killed while any unwritten
+    object may already have been hit by two kills. ``kills`` counts those of workers and of commands while an object is
+    open.
     """
 
     def __init__(self, run: tuple[Any, ...], folder: Path, out: Path, draw: random.Random) -> None:
@@ -210,7 +211,10 @@ class _Round:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", _DRAWS)
 def test_after_kills_at_random_the_answers_are_those_to_whole_objects(seed: int, tmp_path: Path) -> None:
-    """With ``FULL_SIZE`` in the environment there are 200 kills in four draws. ``-p tests.resuming`` goes on."""
+    """If ``FULL_SIZE`` is in the environment, there are 200 kills in four draws.
+
+    ``-p tests.resuming`` continues a run.
+    """
     draw = random.Random(seed)
     kinds = {"zz": _zlib, "wav": _wav, "mjpeg": _mjpeg}
     objects = {f"{number:02}.{end}": make(draw) for number in range(_OBJECTS) for end, make in kinds.items()}

@@ -1,4 +1,4 @@
-"""The command against a real MLServer with our runtime: streamed and whole, it answers as the engine here does."""
+"""The command against a real MLServer with our runtime: streamed and whole, it answers as the engine does here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check_calls_schemas_and_reasoning(bodies: list[Any]) -> None:
 
 
 def _rows_of_calls() -> list[dict[str, Any]]:
-    """A forced call, an answer that is kept to a schema, and one that reasons."""
+    """Returns a row with a forced call, one with an answer constrained to a schema, and one with reasoning."""
     look = {"type": "function", "function": {"name": "look", "parameters": _SCHEMA}}
     called = {"tools": [look], "tool_choice": "required", "parallel_tool_calls": False}
     thinking = {"reasoning_effort": "high", "max_tokens": 8, "ignore_eos": True}

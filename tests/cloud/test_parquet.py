@@ -1,4 +1,4 @@
-"""Rows of Parquet: by row groups and ranges, columns to prompts and bodies, in archives up to a bound."""
+"""Rows of Parquet: read by row groups and ranges, with columns as prompts and bodies, and in archives up to a limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROMPT = Tables((Column("question", "prompt"), Column("id", "custom_id")), arch
 
 
 def _file(count: int, group: int = 10, filler: int = 0, **columns: Any) -> bytes:
-    """``count`` questions in row groups of ``group`` rows, beside a column of ``filler`` bytes a row."""
+    """Returns a file of ``count`` questions in groups of ``group`` rows, with ``filler`` further bytes in each row."""
     table = {
         "id": [f"r{i}" for i in range(count)],
         "filler": [bytes(filler)] * count,
@@ -61,7 +61,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _bodies(folder: Path, tables: Tables, whole_bytes: int = 2**20) -> list[Any]:
-    """What a model gets of each row: its body or bytes, or the code of its error."""
+    """Returns what a model gets for each row: its body or bytes, or the code of its error."""
 
     async def collect() -> list[Any]:
         made = CloudRun(str(folder / "in"), tables=tables, chunking=Chunking(whole_bytes=whole_bytes))
@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_read_is_an_error_row_and_the_run_goes_on(
 
 
 def test_no_changed_byte_of_a_footer_ends_the_process_or_the_run() -> None:
-    """At some of them pyarrow 26 ends the process if it is asked for a column before it has read the row group."""
+    """With some of these changes, pyarrow 26 ends the process if a column is read before its row group."""
     whole = _file(4)
     footer = int.from_bytes(whole[-8:-4], "little")
     broken = 0
@@ -227,7 +227,7 @@ def test_the_command_answers_tables_in_files_of_their_own(tmp_path: Path, server
 
 
 def test_a_watcher_answers_the_records_of_files_that_appear(tmp_path: Path, server: ModelServer) -> None:
-    """A file has one result with all its rows, and an archive with files has parts."""
+    """A file has one result with all its rows; an archive of files has parts."""
     _write(tmp_path, "a.parquet", _file(25))
     _write(tmp_path, "b.tar", tar([("x.parquet", _file(3))], "w"))
     _write(tmp_path, "c.parquet", b"PAR1")

@@ -1,4 +1,4 @@
-"""The stages between rows and results: order, bounds, waits, and how they end."""
+"""The stages between rows and results: order, limits, waiting, and how they end."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rows_of_a_batch_that_failed_are_inferred_once_more_by_themselves_while_
 
 @pytest.mark.slow
 def test_ten_thousand_objects_behind_a_slow_head_stay_within_the_window_and_the_memory() -> None:
-    """In a process of its own, whose memory nothing else has touched; the order is asserted there."""
+    """Runs in a separate process, whose memory nothing else has used; the process asserts the order."""
     script = [sys.executable, "-m", "tests.cloud.ten_thousand"]
     told = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert told.returncode == 0, told.stderr

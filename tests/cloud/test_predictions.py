@@ -1,6 +1,6 @@
-"""Objects and chunks of them given to servers: ``/predictions`` of TorchServe's clients, BYTES tensors of V2's.
+"""Objects and their chunks sent to servers: as TorchServe's ``/predictions``, and as V2's BYTES tensors.
 
-Against a real MLServer with our runtime, and against a scripted TorchServe that goes wrong as a test says.
+The servers are a real MLServer with our runtime, and a scripted TorchServe that fails as a test defines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _expected(key: str, chunk: int | None = None) -> list[tuple[Any, ...]]:
 
 
 def _last_json(prediction: Any) -> Any:
-    """What the handler returned behind the pieces that it sent."""
+    """Returns what the handler has returned after the pieces that it sent."""
     return json.loads(prediction[prediction.index("{") :]) if isinstance(prediction, str) else prediction
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_is_not_there_ends_the_run(mlserver: Server, folder: Path, 
 
 @dataclass
 class _TorchServe:
-    """``script``: what happens to the next requests for an object, by its content: (status, type of the error)."""
+    """``script`` has for each object's content the (status, error type) of the next requests for it."""
 
     url: str = ""
     script: dict[bytes, list[tuple[int, str]]] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def test_an_object_at_which_the_handler_fails_is_an_error_row(
 def test_the_last_try_of_an_object_is_made_while_no_other_is_sent(
     torchserve: _TorchServe, folder: Path, capfd: Any
 ) -> None:
-    """The server may have failed it for another object that it put into the same batch."""
+    """The server may have failed it because of another object in the same batch."""
     torchserve.script = {b"object %d" % number: [(500, "InternalServerException")] * 2 for number in range(4)}
     torchserve.delay = 0.2
     assert cloud(*_run(torchserve, folder)) == 0
@@ -284,7 +284,7 @@ def test_an_answer_is_json_text_or_base64(value: bytes, content_type: str, predi
 
 
 def test_an_answer_of_any_depth_can_be_written() -> None:
-    """Python reads JSON of more levels than it writes inside an output row."""
+    """Python can parse JSON with more levels than it can write inside an output row."""
     for levels in range(490, 1000):
         outcome = predicted([(b"[" * levels + b"]" * levels, "")])
         line = Result(Row(0, "a", None, "a"), outcome).encode(RunIdentity("run", 0))

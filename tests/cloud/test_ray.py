@@ -1,4 +1,4 @@
-"""The parts of one run spread over a real local Ray cluster; needs the extra [ray]."""
+"""The parts of one run, distributed over a real local Ray cluster; needs the extra [ray]."""
 
 from __future__ import annotations
 

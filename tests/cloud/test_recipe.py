@@ -1,4 +1,4 @@
-"""The recipe of a batch from a bucket: its commands run one after the other over a bucket and a model server."""
+"""The recipe of a batch from a bucket: its commands run one after the other, with a bucket and a model server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE = "docs/recipes/batch-from-a-bucket.md"
 
 
 async def _lines(url: str) -> list[dict[str, Any]]:
-    """The rows of all parts below a URL, in order."""
+    """Returns the rows of all parts below a URL, in order."""
     store = Store.open(url)
     keys = sorted([info.key async for info in store.list() if info.key.startswith("part-")])
     return [json.loads(line) for key in keys for line in (await store.get(key)).splitlines()]

@@ -1,4 +1,4 @@
-"""Parts, manifests and resuming: one output row for each input row, in order, also after a worker has died."""
+"""Parts, manifests and resuming: one output row for each input row, in order, even after a worker has died."""
 
 from __future__ import annotations
 

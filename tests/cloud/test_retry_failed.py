@@ -1,4 +1,4 @@
-"""Failed rows that are tried again: each is replaced once, in its place, also if a worker dies or two work."""
+"""Failed rows that are retried: each is replaced once, in its place, even if a worker dies or two work at once."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_too_many_that_fail_again_end_the_run(folder: Path) -> None:
 
 
 def test_objects_that_could_not_be_had_are_read_again_but_one_that_holds_rows_is_left_and_told(folder: Path) -> None:
-    """An object that is a row has a place. The rows of an object that could not be read have none."""
+    """An object that is one row has a place in the output; the rows of an object that could not be read have none."""
     (folder / "list").write_text("z0.txt\nlate.txt\nlate.jsonl\na.jsonl\n")
     listed = {"manifest": str(folder / "list")}
     hidden = folder / "in" / "a.jsonl"
@@ -174,7 +174,7 @@ def test_a_part_with_rows_of_no_object_is_refused(folder: Path) -> None:
 
 
 class _Contested(Store):
-    """A store in which another worker answers row 1 between our look at a part and our writing it."""
+    """A store in which another worker answers row 1 between the reading and the writing of a part."""
 
     times = 1
 

@@ -1,4 +1,4 @@
-"""Input rows as OpenAI's batches have them, output rows in their shape, and nothing in either that is ignored."""
+"""Input rows as in OpenAI's batches, output rows in the same format, and no field of either is ignored."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _engine(model: Path) -> tuple[Any, ...]:
 
 
 def _templated(tiny_model: Path, folder: Path) -> Path:
-    """The model, with a template that shows what it was given."""
+    """Returns the model with a template that shows the variables it gets."""
     model = folder / "model"
     model.mkdir()
     for path in tiny_model.iterdir():

@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> tuple[Any, ...]:
 
 
 def _whole(key: str) -> list[dict[str, Any]]:
-    """The predictions of an object whose chunks one worker has got in order."""
+    """Returns the predictions for an object whose chunks one worker has got in order."""
     body = _objects()[key]
     ends = [*range(_CHUNK, len(body), _CHUNK), len(body)]
     return [{"chunk": number, "crc": zlib.crc32(body[:end])} for number, end in enumerate(ends)]
@@ -84,7 +84,7 @@ def _notes(folder: Path) -> list[list[str]]:
 
 
 def _chunks_of_sequences(folder: Path) -> dict[str, list[tuple[str, list[int]]]]:
-    """Key -> the sequences of the object: the pid and the chunks of each."""
+    """Returns for each key the sequences of the object: the pid and the chunks of each."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     pids: dict[tuple[str, str], set[str]] = defaultdict(set)
     for pid, name, key, chunk, _ in _notes(folder):
@@ -130,7 +130,7 @@ def test_when_a_worker_dies_its_object_begins_anew_with_another_id_and_no_other_
 
 @pytest.mark.slow
 def test_an_object_at_which_workers_die_or_handlers_raise_fails_alone(run: tuple[Any, ...], tmp_path: Path) -> None:
-    """An object whose worker dies has three tries. One at which the handler raises has one, and leaves no sequence."""
+    """An object whose worker dies has three tries. One whose handler raises has one try, and its sequence ends."""
     (tmp_path / "h" / "die-1.bin-1").write_text("always")
     (tmp_path / "h" / "raise-0.bin-2").touch()
     (tmp_path / "h" / "raise-4.bin-0").touch()

@@ -1,4 +1,4 @@
-"""What a run leaves when it does not start, or is told to stop, and what its figures say then."""
+"""What a run leaves behind when it cannot start or is told to stop, and its figures then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects posted to TorchServe 0.12 itself, where Java is there to run it."""
+"""Objects posted to TorchServe 0.12 itself, if Java is installed."""
 
 from __future__ import annotations
 

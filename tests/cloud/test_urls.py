@@ -1,4 +1,4 @@
-"""A list of URLs as input: several hosts and a bucket, signatures that stay secret, redirects within the rule."""
+"""A list of URLs as input: several hosts and a bucket, signatures that stay secret, and the allowed redirects."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ _SECRET = "X-Amz-Signature=deadbeef%2Fdeadbeef"
 
 
 class Recorder:
-    """A server that redirects each path of ``leads`` to its place, has ``objects`` without ranges for a GET alone, and
-    keeps what it was asked."""
+    """A server that records its requests, and redirects each path in ``leads``.
+
+    It serves ``objects`` for GET only, without ranges.
+    """
 
     def __init__(self) -> None:
         self.leads: dict[str, str] = {}
@@ -77,7 +79,7 @@ def other() -> Iterator[Recorder]:
 
 
 def _job(folder: Path, lines: Iterable[object], **changes: Any) -> CloudRun:
-    """A run of the URLs, each a line of its list."""
+    """Returns a run of the URLs, each of which is a line of its list."""
     written = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     (folder / "urls").write_text("".join(f"{line}\n" for line in written))
     return replace(job(folder, **changes), input=None, manifest=str(folder / "urls"))
@@ -88,7 +90,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _texts(folder: Path) -> list[str | None]:
-    """The answer to each row, or the code of its error."""
+    """Returns the answer to each row, or the code of its error."""
     rows = _rows(folder)
     return [row["error"]["code"] if row["error"] else row["response"]["body"]["text"] for row in rows]
 

@@ -1,4 +1,4 @@
-"""Watching objects and records: each has one result, soon, and its announcement is kept until that is durable."""
+"""Watching objects and records: each soon has one result, and its announcement is kept until the result is durable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _aws(service: str, environment: dict[str, str]) -> Any:
 
 @pytest.fixture
 def queue(aws: dict[str, str], bucket: str) -> str:
-    """The URL of a queue that is told of new objects in the bucket."""
+    """The URL of a queue that gets a message for each new object in the bucket."""
     client = _aws("sqs", aws)
     url = client.create_queue(QueueName=bucket)["QueueUrl"]
     arn = client.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
@@ -122,7 +122,7 @@ def test_a_message_is_kept_while_its_object_has_no_result_and_twice_told_is_once
 def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
     aws: dict[str, str], bucket: str, queue: str, server: ModelServer, tmp_path: Path, capsys: Any
 ) -> None:
-    """An object that may not be read has a result with the error, and the status is 1; a deleted one has no result."""
+    """An object that may not be read has a result with the error, and the status is 1; a deleted one has none."""
     _put(bucket, {"in/denied.txt": b"secret", "in/gone.txt": b"tidied", "in/good.txt": b"hello"})
     watch = ("watch", "--input", f"s3://{bucket}/in", "--output", tmp_path / "out", "--queue", queue)
     with faulty_server({f"/{bucket}/in/good.txt": b"hello"}) as objects:
@@ -240,7 +240,7 @@ def test_polling_sees_what_comes_behind_its_cursor_once_and_a_new_watcher_goes_o
 
 @pytest.fixture
 def broker() -> Iterator[str]:
-    """The broker that librdkafka brings for tests, in this process: sockets, groups and offsets are real."""
+    """The test broker of librdkafka, in this process: sockets, groups and offsets are real."""
     from confluent_kafka import Producer
 
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)

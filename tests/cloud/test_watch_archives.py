@@ -1,4 +1,4 @@
-"""Watching for archives: the members of each are inferred as by a run over it, and none twice after a kill."""
+"""Watching for archives: the members of each are inferred as in a run over it, and none twice after a kill."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _result(folder: Path) -> Path:
 
 
 def _facts(found: bytes) -> list[tuple[Any, ...]]:
-    """What a row says, without the ids of its run."""
+    """Returns the content of each row, without the ids of its run."""
     names = ("index", "key", "line", "member", "custom_id", "error")
     return [(*(row.get(name) for name in names), row["response"]["body"]["choices"]) for row in rows(found)]
 
@@ -117,7 +117,7 @@ def _has_parts(folder: Path, count: int) -> bool:
 
 
 def _killed(folder: Path, server: ModelServer, kills: int) -> None:
-    """Kills a watcher inside an archive, so many times, and lets the last one end."""
+    """Kills a watcher inside an archive ``kills`` times, and lets the last one finish."""
     tables = [
         (f"{name}.csv", "".join(f"{row}\n" for row in ["prompt", *_ROWS] if row[0] in f"p{name}")) for name in "ab"
     ]
@@ -181,7 +181,7 @@ def test_an_archive_of_an_event_goes_on_from_the_record_of_the_event_after_a_kil
 
 
 def _parts_of(bucket: str) -> list[dict[str, Any]]:
-    """The rows of all parts below the output in the bucket."""
+    """Returns the rows of all parts below the output in the bucket."""
 
     async def get() -> bytes:
         store = Store.open(f"s3://{bucket}/out")

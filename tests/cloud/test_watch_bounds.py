@@ -1,4 +1,4 @@
-"""What a watcher holds of an object is bounded by the options of a run."""
+"""A watcher holds no more of an object in memory than the options of a run allow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlserver_torch_stream.cloud.watch import Announced, Watcher
 
 
 class _CountedStore(Store):
-    """``most``: the most ranges that were read at a time."""
+    """``most`` is the largest number of ranges that were read at the same time."""
 
     reading = most = 0
 

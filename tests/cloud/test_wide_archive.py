@@ -1,4 +1,4 @@
-"""One large archive in a bucket, through a handler: in bounded memory, and each row once though the run is killed."""
+"""One large archive in a bucket, through a handler: in bounded memory, and each row once although the run is killed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def handle(data, context):
 
 @contextmanager
 def _bucket(folder: Path) -> Iterator[tuple[list[str], array[int]]]:
-    """Yields the options that reach ``s3://bucket/wide.tar.gz``, and the checksums of its rows."""
+    """Yields the options with which ``s3://bucket/wide.tar.gz`` is reached, and the checksums of its rows."""
     archive = folder / "wide.tar.gz"
     checksums = write_wide_archive(archive, _ROWS)
     (folder / "s3").mkdir()
@@ -72,7 +72,7 @@ def _has_parts(out: Path, count: int) -> bool:
 def test_a_large_archive_is_read_in_200_mib_and_ten_kills_leave_each_row_once_and_in_order(
     tmp_path: Path,
 ) -> None:
-    """With ``FULL_SIZE`` in the environment the archive has 1 GiB, and its tables have 5 GiB."""
+    """If ``FULL_SIZE`` is in the environment, the archive has 1 GiB, and its tables have 5 GiB."""
     handler, out, draw = write(tmp_path / "h", _CHECKSUM, batchSize=16), tmp_path / "out", random.Random(36)
     with _bucket(tmp_path) as (storage, checksums):
         run: tuple[Any, ...] = ("run", "--input", "s3://bucket/wide.tar.gz", "--output", out, *storage)

@@ -1,4 +1,4 @@
-"""A tar.gz with a table of rows of 20 KB that compress to a fifth, written as a stream."""
+"""A tar.gz with tables whose rows of 20 KB compress to a fifth, written as a stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MEMBER_ROWS = 1_000
 
 
 def wide_row(number: int) -> bytes:
-    """The record ``number``, of 20,480 bytes with its end: the number, and a text."""
+    """Returns record ``number``: the number and a text, 20,480 bytes including the line ending."""
     head = b"%d," % number
     text = base64.b64encode(random.Random(number).randbytes(3840)) * 4
     return head + text[: 20_479 - len(head)] + b"\n"
 
 
 def write_wide_archive(path: Path, rows: int) -> array[int]:
-    """Writes the members ``t/000000.csv`` and on, of 1,000 rows each. Returns the checksums of the rows' texts."""
+    """Writes members from ``t/000000.csv`` on, with 1,000 rows each. Returns the checksums of the rows' texts."""
     checksums = array("I")
     with gzip.open(path, "wb", compresslevel=1) as out:
         for first in range(0, rows, _MEMBER_ROWS):

@@ -1,6 +1,6 @@
-"""The manifests under deploy/, and what Kubernetes, KServe and Seldon Core 2 make of them before a container starts.
+"""The manifests under deploy/, as Kubernetes, KServe and Seldon Core 2 transform them before a container starts.
 
-Knows nothing of the server that it will be.
+Knows nothing of the server in the container.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def llm_container() -> dict[str, Any]:
 
 
 def llm_environment(service: str = LLM_SERVICES[0]) -> Environment:
-    """What the container ``main`` of the LLMInferenceService sees: its own variables over those of its base."""
+    """Returns the environment of the LLMInferenceService's container ``main``, with that of its base."""
     spec = load(service)["spec"]
     (own,) = spec["template"]["containers"]
     merged = {**environment(llm_container()), **environment(own)}
@@ -61,7 +61,7 @@ def llm_environment(service: str = LLM_SERVICES[0]) -> Environment:
 
 
 def runtime_of(service: Mapping[str, Any]) -> str:
-    """The file of the runtime that the service names."""
+    """Returns the file of the runtime that the service names."""
     wanted = service["spec"]["predictor"]["model"]["runtime"]
     return next(name for name in KSERVE_RUNTIMES if load(name)["metadata"]["name"] == wanted)
 
@@ -72,10 +72,10 @@ def torchserve_container() -> dict[str, Any]:
 
 
 def torchserve_environment(protocol: str) -> Environment:
-    """What the container of an InferenceService of this protocolVersion sees.
+    """Returns the environment of an InferenceService's container for this protocolVersion.
 
-    Where the runtime's annotation says ``torchserve``, KServe (SetTorchServeDefaults in
-    pkg/apis/serving/v1beta1/inference_service_defaults.go) sets a label by the protocol and adds a variable.
+    If the runtime's annotation says ``torchserve``, KServe (SetTorchServeDefaults in
+    pkg/apis/serving/v1beta1/inference_service_defaults.go) sets a label for the protocol and adds a variable.
     """
     annotations = load("kserve/torchserve-serving-runtime.yaml")["metadata"]["annotations"]
     assert annotations[SERVER_TYPE] == "torchserve"
@@ -91,13 +91,16 @@ def seldon_container() -> dict[str, Any]:
 
 
 def seldon_environment(server: str) -> Environment:
-    """What the server's container sees: Seldon merges the server's podSpec over its ServerConfig's, by names."""
+    """Returns the environment of the server's container.
+
+    Seldon merges the server's podSpec over that of its ServerConfig, by name.
+    """
     (own,) = load(server)["spec"].get("podSpec", {}).get("containers", [{}])
     return {**environment(seldon_container()), **environment(own)}
 
 
 def environment(container: Mapping[str, Any]) -> Environment:
-    """The variables that have plain values."""
+    """Returns the variables that have plain values."""
     return {each["name"]: each["value"] for each in container.get("env", ()) if "value" in each}
 
 
@@ -106,11 +109,11 @@ def port_of(container: Mapping[str, Any], name: str) -> int:
 
 
 def kserve_environment(service: Mapping[str, Any], *, annotated: bool = False) -> Environment:
-    """What the container of an InferenceService sees.
+    """Returns the environment of an InferenceService's container.
 
-    KServe (pkg/apis/serving/v1beta1/inference_service_defaults.go) adds variables to the service where the runtime's
-    annotation, which ours lacks, says ``mlserver``, unless the service sets them; then the service's variables are
-    merged over the runtime's, and {{.Name}} is filled in.
+    If the runtime's annotation, which ours lacks, says ``mlserver``, KServe
+    (pkg/apis/serving/v1beta1/inference_service_defaults.go) adds variables that the service does not set. Then the
+    service's variables are merged over those of the runtime, and {{.Name}} is filled in.
     """
     model = service["spec"]["predictor"]["model"]
     name = service["metadata"]["name"]

@@ -1,6 +1,6 @@
-"""The fixtures of MLServer's own tests/conftest.py for which the tests of the patches in deploy/upstream/ ask.
+"""The fixtures of MLServer's own tests/conftest.py that the tests of the patches in deploy/upstream/ use.
 
-The test of the patches puts it beside them as their conftest.py.
+The test of the patches copies this file beside them as their conftest.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def prometheus_registry() -> Iterator[CollectorRegistry]:
-    """MLServer makes its metrics anew with each server; a process can have each once."""
+    """MLServer registers its metrics anew with each server, but a process can register each metric only once."""
     yield REGISTRY
     for collector in set(REGISTRY._names_to_collectors.values()):
         REGISTRY.unregister(collector)

@@ -1,4 +1,4 @@
-"""The image: its Dockerfile lints, copies what there is and fits the manifests; its steps make a streaming server."""
+"""The image: its Dockerfile passes a linter, copies existing files, fits the manifests, and makes a server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LACKING = [tool for tool in TOOLS if shutil.which(tool) is None]
 
 
 def _instructions(name: str) -> list[Instruction]:
-    """All instructions of a stage and of the stages that it is built on."""
+    """Returns all instructions of a stage and of the stages on which it is built."""
     stage = _STAGES[name]
     return [*(_instructions(stage.base) if stage.base in _STAGES else []), *stage.instructions]
 
@@ -76,7 +76,7 @@ def test_the_manifests_name_the_image_of_this_version() -> None:
 
 
 def test_the_image_is_set_as_the_manifests_set_it() -> None:
-    """What is the same on every platform; the manifests say it again for images of other makers."""
+    """Variables that are the same on every platform are repeated in the manifests, for images of other makers."""
     own = _variables("ENV")
     for container in (manifests.kserve_container(), manifests.seldon_container()):
         environment = manifests.environment(container)
@@ -93,7 +93,7 @@ def test_a_read_only_container_writes_where_the_image_writes() -> None:
 
 
 def test_the_user_is_a_number_that_is_not_root_s() -> None:
-    """Kubernetes cannot tell of a name whether ``runAsNonRoot`` holds."""
+    """From a name, Kubernetes cannot tell whether ``runAsNonRoot`` is satisfied."""
     (user,) = (each.rest for each in _FINAL if each.name == "USER")
     uid, gid = user.split(":")
     assert int(uid) > 0 and gid == "0"
@@ -167,7 +167,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def _answering(status: int, context: ssl.SSLContext | None = None) -> Iterator[dict[str, str]]:
-    """A server of that status, and the variables of a container in which it is MLServer."""
+    """Runs a server that answers with this status, and yields variables with which it stands for MLServer."""
     handler = type("_Handler", (_Answer,), {"status": status})
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         if context is not None:
@@ -212,7 +212,7 @@ def test_the_dockerfile_lints_clean(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a root file system and enter it")
 @pytest.mark.skipif(bool(_LACKING), reason=f"not installed: {', '.join(_LACKING)}")
 def test_buildah_makes_an_image_of_the_dockerfile_that_streams(tiny_model: Path, tmp_path: Path) -> None:
-    """Minutes: a Debian, the kernels, and torch from where ``make install`` takes it."""
+    """Takes minutes: downloads Debian, compiles kernels, and installs torch from the index of ``make install``."""
     options = ["--build-arg", f"TORCH_INDEX={os.environ.get('TORCH_INDEX', '')}"]
     prove = [sys.executable, "-m", "deploy.image.prove", "--work", str(tmp_path), "--model", str(tiny_model)]
     done = subprocess.run(

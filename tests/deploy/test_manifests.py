@@ -1,4 +1,4 @@
-"""The manifests are what their CRDs allow, and their numbers fit each other and the server."""
+"""The manifests match their CRDs, and their numbers fit each other and the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ each_of_tokens = pytest.mark.parametrize("container", _TOKENS.values(), ids=_TOK
 
 @pytest.fixture(scope="session")
 def validators() -> Validators:
-    """One for each kind of KServe's, closed: Kubernetes silently drops fields that a schema does not know."""
+    """A validator for each of KServe's kinds that refuses unknown fields, which Kubernetes would silently drop."""
     folder = os.environ.get(_CRDS)
     if folder is None:
         pytest.skip(f"the environment variable {_CRDS} does not name the folder with KServe's CRDs")
@@ -51,7 +51,7 @@ def validators() -> Validators:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema as jsonschema understands it: no unknown fields, integers or strings where Kubernetes takes both."""
+    """Returns the schema for jsonschema: no unknown fields, integers or strings where Kubernetes accepts both."""
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -291,7 +291,7 @@ def test_keys_are_put_before_every_port(container: Mapping[str, Any]) -> None:
 
 
 def _keyed() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The pod and the container of each manifest that has keys."""
+    """Returns the pod and the container of each manifest that has keys."""
     predictor = manifests.load("kserve/inference-service-keys.yaml")["spec"]["predictor"]
     pod = manifests.load("seldon/server-keys.yaml")["spec"]["podSpec"]
     return [(predictor, predictor["model"]), (pod, pod["containers"][0])]
@@ -310,7 +310,7 @@ def test_the_file_of_keys_is_mounted_where_the_server_looks_for_it(
 
 @each_of_tokens
 def test_the_server_s_folder_is_not_the_model_s(container: Mapping[str, Any]) -> None:
-    """MLServer puts its folder first on Python's path: a model's files would be imported."""
+    """MLServer puts its folder first on Python's path, so that files of the model could be imported."""
     program, verb, folder = [*container["command"], *container.get("args", ())]
     assert (program, verb) == ("mlserver", "start")
     assert folder != manifests.environment(container).get("MLSERVER_MODEL_URI")

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules ask for metrics that a server has, and get answers."""
+"""The dashboard and the alert rules query metrics that a server exports, and get results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _series() -> set[str]:
-    """The names of all series that a server exports."""
+    """Returns the names of all series that a server exports."""
     families = [
         *TokenMetrics(EngineMetrics(), RequestMetrics()).collect(),
         *WeightsMetrics(ProcessResources()).collect(),

@@ -1,4 +1,4 @@
-"""The recipe of a GGUF file on KServe, with the manifests' environment and a GGUF file, without a cluster."""
+"""The recipe for a GGUF file on KServe, with the manifests' environment and a GGUF file, but without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of ``make release-check``: what it demands of archives, and what the newcomer's environment lacks."""
+"""The parts of ``make release-check``: what it requires of archives, and what a new user's environment lacks."""
 
 from __future__ import annotations
 

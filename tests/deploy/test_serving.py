@@ -1,4 +1,4 @@
-"""A real server with exactly the environment of each manifest, and a model where its platform puts it, streams."""
+"""With exactly the environment of each manifest, and the model where its platform puts it, a real server streams."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _CACHE = "/var/cache/mlserver"
 
 
 def _here(environment: Environment, folders: Mapping[str, Path]) -> Environment:
-    """The environment with its folders on this machine; its ports are left to the harness.
+    """Returns the environment with its folders on this machine, and without ports, which the harness sets.
 
-    Decode steps take their time: a tiny model would end an answer before its first event is read.
+    Decode steps are slowed down: a tiny model would otherwise end an answer before its first event is read.
     """
     kept = {name: value for name, value in environment.items() if not name.endswith("_PORT")}
     places = dict(folders)
@@ -99,7 +99,7 @@ def test_kserve_serves_what_its_storage_initializer_left(
 def test_kserve_loads_a_model_that_no_storage_initializer_brings(
     tiny_model: Path, tmp_path: Path, kernel_cache: Path, annotated: bool
 ) -> None:
-    """A service without storageUri whose model is in the image or on the hub."""
+    """The service has no storageUri, and its model is in the image or on the hub."""
     service = manifests.load("kserve/inference-service.yaml")
     model: dict[str, Any] = service["spec"]["predictor"]["model"]
     del model["storageUri"]
@@ -114,7 +114,7 @@ def test_kserve_loads_a_model_that_no_storage_initializer_brings(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["autoscaling", "gpu", "device-map", "tensor-parallel"])
 def test_kserve_serves_by_each_variant(tiny_model: Path, tmp_path: Path, kernel_cache: Path, name: str) -> None:
-    """Without GPUs: a device map has one device here. Where vLLM would run, it is the second worker of the messages."""
+    """There are no GPUs, so a device map has one device. Where vLLM would run, a test's worker stands for it."""
     service = manifests.load(f"kserve/inference-service-{name}.yaml")
     model = service["metadata"]["name"]
     folders = {"/mnt/models": tiny_model, _CACHE: kernel_cache, "/opt/vllm/bin/python": interpreter(tmp_path)}
@@ -132,7 +132,7 @@ def test_kserve_serves_by_each_variant(tiny_model: Path, tmp_path: Path, kernel_
 
 
 def _check_query(server: Server, query: str) -> None:
-    """The series that the autoscaler asks Prometheus for is one of the server's."""
+    """Checks that the series that the autoscaler queries is one of the server's."""
     series = re.fullmatch(r'sum\((\w+)\{model=(~?)"(.*)"\}\)', query)
     assert series is not None
     name, matches, model = series.groups()
@@ -179,7 +179,7 @@ def test_the_picker_s_gauges_are_on_the_port_of_the_requests(
 
 @pytest.mark.slow
 def test_two_nodes_are_one_server(tiny_model: Path, tmp_path: Path, kernel_cache: Path) -> None:
-    """Our own ranks, one on each node, which are this machine twice."""
+    """Our own ranks run one on each node; both nodes are this machine."""
     service = manifests.load("kserve/inference-service.yaml")
     folders = {"/mnt/models": tiny_model, _CACHE: kernel_cache}
     environment = _here(manifests.kserve_environment(service), folders)
@@ -280,7 +280,7 @@ def _load(server: Server, name: str) -> httpx.Response:
 
 
 def _leave_model(source: Path, folder: Path, name: str, uri: str) -> None:
-    """As the agent does: name and version in one, the version's folder, and its own idea of model-settings.json."""
+    """Writes a model as the agent does: its name with the version, the version's folder, and model-settings.json."""
     shutil.copytree(source, folder)
     settings = {
         "name": name,

@@ -43,7 +43,7 @@ model_snapshot={"name":"startup.cfg","modelCount":1,"models":{"mnist":{"1.0":{"d
 
 @pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What the storage initializer has left is in another folder than /mnt/models; the ports are the harness's."""
+    """The files of the storage initializer are in another folder than /mnt/models, and the harness sets the ports."""
     folder = tmp_path_factory.mktemp("kserve")
     mounted = folder / "mnt/models"
     (mounted / "model-store").mkdir(parents=True)

@@ -25,7 +25,7 @@ each_patch = pytest.mark.parametrize("patch", _PATCHES, ids=[path.name[:4] for p
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the installed MLServer, as a checkout of its repository has it."""
+    """A copy of the installed MLServer, laid out like a checkout of its repository."""
     package = Path(mlserver.__file__).parent
     shutil.copytree(package, tmp_path / "mlserver", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(mlserver_fixtures.__file__, tmp_path / "conftest.py")
@@ -41,7 +41,7 @@ def _apply(checkout: Path, patches: Iterable[Path], *options: str) -> None:
 
 
 def _test(checkout: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the patches' tests. MLServer has pytest-asyncio for tests that are coroutines, this project has anyio."""
+    """Runs the patches' tests. Coroutine tests use pytest-asyncio in MLServer, and anyio in this project."""
     options = [
         "-q",
         "-rfE",

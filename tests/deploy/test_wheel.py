@@ -1,4 +1,4 @@
-"""The wheels, installed away from the checkout: their command serves a model and prints a request that streams."""
+"""The wheels, installed outside the checkout: their command serves a model and prints a request that streams."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """The folder of the commands of an environment with the wheel, and with this one's packages but for the package.
+    """Installs the wheel in an environment, and returns the folder of its commands.
 
-    Those are found by plain lines of a path file, in which an editable installation of the checkout does not count.
+    The environment shares all packages of this one except the package itself. They are found by the plain lines of a
+    path file, which ignore an editable installation of the checkout.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True, timeout=60)
     python = folder / "env" / "bin" / "python"
@@ -49,7 +50,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 @contextmanager
 def served(commands: Path, model: Path, folder: Path, **environment: str) -> Iterator[Path]:
-    """The log of the installed command, which serves the model as ``tiny`` until the block ends."""
+    """Runs the installed command, which serves the model as ``tiny`` until the block ends, and yields its log."""
     ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
     options = [word for role, port in ports.items() for word in (f"--{role}-port", str(port))]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MLSERVER_", "PYTHONPATH"))}
@@ -74,7 +75,7 @@ _STANDS_IN = "import pathlib, sys; pathlib.Path(sys.argv[sys.argv.index('-o') + 
 def test_the_build_of_a_wheel_says_what_it_does_before_it_does_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With stand-ins for the compiler, which takes minutes, and for the base class, which the tests do not install."""
+    """Stand-ins replace the compiler, which takes minutes, and the base class, which is not installed for tests."""
     (tmp_path / "ziglang").mkdir()
     (tmp_path / "ziglang/__main__.py").write_text(_STANDS_IN)
     interface = ModuleType("hatchling.builders.hooks.plugin.interface")
@@ -133,7 +134,7 @@ def test_the_installed_command_serves_a_model_and_prints_a_request_that_streams(
 @pytest.mark.slow
 @pytest.mark.skipif(not runnable(), reason="there are no kernels compiled ahead for this CPU")
 def test_a_wheel_for_this_machine_has_kernels_and_needs_no_compiler(tiny_model: Path, tmp_path: Path) -> None:
-    """Minutes: each variant is compiled, and the compiler's own C++ library for it."""
+    """Takes minutes: each variant is compiled, together with the compiler's C++ library for it."""
     best, machine = runnable()[0].name, platform.machine()
     build = ["make", "-C", str(markdown.ROOT), "wheel", f"WHEEL_MACHINES={machine}", f"WHEEL_DIR={tmp_path}"]
     subprocess.run(build, check=True, timeout=_COMPILED_S)

@@ -1,6 +1,6 @@
-"""Tries every type of causal language models that transformers knows, and writes the table of docs/families.md.
+"""Tries every type of causal language model that transformers knows, and writes the table of docs/families.md.
 
-``python -m tests.engine.all_families`` takes some ten minutes. Knows no engines.
+``python -m tests.engine.all_families`` takes some ten minutes. It starts no engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Row = tuple[str, str, str]
 
 
 def row_of(model_type: str) -> Row:
-    """Raises AssertionError if a way that the check at load takes gives other tokens or logits than the model alone."""
+    """Returns the table row of a model type: how it is batched, how its prompts are computed, and why.
+
+    Raises AssertionError if a forward that passed the check at load gives other tokens or logits than the model alone.
+    """
     try:
         config = shrunk_config(model_type)
         refuse_other_kinds(config)
@@ -63,7 +66,7 @@ def _reason(text: str) -> str:
 
 
 def rows() -> dict[str, Row]:
-    """The rows of the page."""
+    """The rows of the table in docs/families.md."""
     found = re.findall(r"^\| `([^`]+)` \| (.+?) \| (.*?) ?\| (.*?) ?\|$", _table(), re.MULTILINE)
     return {model_type: (way, prompts, reason) for model_type, way, prompts, reason in found}
 

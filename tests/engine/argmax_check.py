@@ -1,4 +1,4 @@
-"""Compares the argmax that the kernels return with that of their logits."""
+"""Compares the argmax that the kernels return with the argmax of their logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAN_TOKEN, INFINITE_ID = 9, 3
 
 
 def give_ties_and_infinities(model: torch.nn.Module, *, infinite: bool = True) -> None:
-    """Each logit is there twice, one is infinite of either sign, and one token's logits are NaN."""
+    """Makes each logit occur twice, one logit infinite with either sign, and the logits after one token NaN."""
     table = model.get_output_embeddings().weight.data
     if infinite:
         table[INFINITE_ID, 0] = torch.inf
@@ -21,13 +21,13 @@ def give_ties_and_infinities(model: torch.nn.Module, *, infinite: bool = True) -
 
 
 def plain_argmax(logits: torch.Tensor) -> list[int]:
-    """The first of each row's largest logits; -1 where that is NaN or infinite."""
+    """Returns the first index of each row's largest logit; -1 if that logit is NaN or infinite."""
     largest = logits.amax(dim=-1, keepdim=True)
     return torch.where(largest[:, 0].isfinite(), (logits == largest).int().argmax(dim=-1), -1).tolist()
 
 
 def check_argmax(model: torch.nn.Module, forward: Forward) -> list[int]:
-    """Checks steps of unlike numbers of rows. Returns all ids that were found."""
+    """Compares the argmax in steps with different numbers of rows. Returns all ids that were found."""
     found: list[int] = []
     for rows in ROWS:
         book = PageBook(model, pages=2 * rows)

@@ -21,7 +21,7 @@ MIXED = [(0, 1), (0, 70), (15, 1), (16, 3), (300, 1), (255, 1), (256, 1), (130, 
 
 
 class Case:
-    """A random layer of pages in no order, NaN where no token is, and a batch over it."""
+    """A layer of random pages in shuffled order, with NaN in every slot without a token, and a batch that uses it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Case:
         return attention(self.query, self.layer, self.batch, self.options)
 
     def error(self, attention: NativeAttention) -> float:
-        """The largest one of a query and head, against the size of its exact output."""
+        """Returns the largest error of any query and head, relative to the norm of its exact output."""
         assert self.layer.keys is not None and self.layer.values is not None
         wide = replace(self.layer, keys=self.layer.keys.float(), values=self.layer.values.float())
         exact = reference_attention(self.query.float(), wide, self.batch, self.options)
@@ -59,7 +59,7 @@ class Case:
 
 
 def kernels_alone(folder: Path) -> NativeAttention:
-    """The kernels, which fail where they would leave a layer to torch."""
+    """Returns the attention kernels; a layer that they would leave to torch raises AssertionError."""
 
     def never(*_: object) -> torch.Tensor:
         raise AssertionError("the kernels were to attend")

@@ -1,6 +1,7 @@
-"""The fixtures of all tests of the engine. Imports no torch: some of these tests run where no torch is.
+"""The fixtures of all tests of the engine. Imports no torch, since some of these tests run where torch is not
+installed.
 
-Knows no test; a test that needs another model builds it, or has a fixture ``model`` of its own.
+A test that needs another model than the fixture ``model`` builds it, or overrides the fixture.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tiny tensors only lose time to a second core, and a tenfold where another process has it.
+    """Sets torch to one thread: a second core only slows down tiny tensors, tenfold if another process uses it.
 
-    A test that loads a model has set the number to its host's.
+    A test that loads a model may have set the number to that of its host.
     """
     try:
         import torch
@@ -52,14 +53,14 @@ def codec() -> TextCodec:
 
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that does not run, for mailboxes of tests without a reader."""
+    """An event loop that does not run, for tests that need mailboxes but do not read them."""
     with closing(asyncio.new_event_loop()) as loop:
         yield loop
 
 
 @pytest.fixture
 def watch(model: PreTrainedModel) -> Iterator[Watch]:
-    """Sees every forward of ``model``."""
+    """Records every forward of ``model``."""
     from tests.engine.tiny import watched
 
     with watched(model) as watch:
@@ -68,7 +69,7 @@ def watch(model: PreTrainedModel) -> Iterator[Watch]:
 
 @pytest.fixture(scope="session")
 def folder(kernel_cache: Path) -> Path:
-    """Where our own compiled kernels are, or a skip."""
+    """The folder of the compiled kernels; the test is skipped if they cannot be compiled here."""
     from mlserver_torch_stream.engine.native.compile_kernels import NoKernels, compiled_library
 
     try:

@@ -1,4 +1,4 @@
-"""Emulated devices: a map that names several, over layers that are all on the CPU, and an engine over them."""
+"""Emulated devices: a device map that names several devices although all layers are on the CPU, and engines over it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.tiny import greedy, prompt_of, running, tokens_of
 
 
 def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrainedModel:
-    """The model with a map of its layers over so many devices; a tied head is where the embedding is."""
+    """Returns the model with its layers mapped to ``stages`` devices; a tied head is on the device of the embedding."""
     count = len(model.model.layers)
     places = {f"model.layers.{index}": index * stages // count for index in range(count)}
     rest = {name: stages - 1 for name, _ in model.model.named_children() if name not in ("layers", "embed_tokens")}
@@ -37,7 +37,10 @@ def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrai
 
 
 class Busy:
-    """Sees how many stages compute at the same time. A sleep stands for a device at work: it needs no core."""
+    """Records how many stages compute at the same time.
+
+    A sleep stands for the work of a device, as it needs no core.
+    """
 
     def __init__(self, model: PreTrainedModel, seconds: float) -> None:
         self._lock = threading.Lock()
@@ -59,7 +62,7 @@ class Busy:
 
 
 class InLaunchOrder(InFlightForwards[Any, Any]):
-    """Completes its forwards in the order of their launch, so that the schedule does not depend on their times."""
+    """Completes forwards in the order of their launch, so that the schedule does not depend on how long each takes."""
 
     def completed(self) -> list[tuple[Any, Future[Any]]]:
         key, forward = next(iter(self._away.items()))
@@ -73,7 +76,7 @@ class InLaunchOrder(InFlightForwards[Any, Any]):
 def pipelined(
     model: PreTrainedModel, pipeline: Pipeline | None = None, step_timeout: float | None = None, **options: Any
 ) -> Iterator[tuple[EngineCore, Pipeline]]:
-    """An engine whose batches are in different stages at the same time; ``options``: of ``batcher_over``."""
+    """An engine with batches in several stages at the same time. ``options`` are those of ``batcher_over``."""
     pipeline = pipeline or Pipeline(read_stages(model))
     with running(model, pipeline=pipeline, step_timeout=step_timeout, **options) as engine:
         yield engine, pipeline
@@ -84,7 +87,7 @@ async def together(engine: EngineCore, requests: list[tuple[tuple[int, ...], int
 
 
 def before_each_forward(engine: EngineCore, act: Callable[[Batch], None]) -> None:
-    """Calls ``act`` with the batch before each forward of a continuous batcher, in the thread of the forward."""
+    """Calls ``act`` with the batch before each forward of a continuous batcher, in the forward's thread."""
     batcher = engine._batcher
     assert isinstance(batcher, ContinuousBatcher)
     forward: Forward = batcher._forward
@@ -97,12 +100,12 @@ def before_each_forward(engine: EngineCore, act: Callable[[Batch], None]) -> Non
 
 
 def decodes_alone(batch: Batch) -> bool:
-    """True if each sequence of the batch has one token: the batch has no part of a prompt."""
+    """Returns whether each sequence of the batch has one token, so that the batch has no part of a prompt."""
     return all(each.count == 1 for each in batch.sequences)
 
 
 async def decoding(engine: EngineCore, count: int) -> list[Mailbox]:
-    """Streams of 240 tokens each, which have their first token."""
+    """Starts streams of 240 tokens each, and returns them when each has its first token."""
     streams = [engine.submit([EngineRequest(prompt_of(3, i), greedy(240))]) for i in range(count)]
     for each in streams:
         await anext(each)

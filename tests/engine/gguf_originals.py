@@ -1,6 +1,6 @@
-"""Tiny random models of the families whose GGUF files are served, and their files as llama.cpp's converter writes them.
+"""Tiny random models of the families whose GGUF files are served, and GGUF files as llama.cpp's converter writes them.
 
-The names of the tensors are those of the package gguf, the keys and the changed values those of the converter.
+Tensors are named as in the package gguf; keys and converted values are those of the converter.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_original(name: str, **sizes: int) -> Any:
-    """Returns the model with weights that Q8_0 holds exactly, of a size that lets every part change the logits."""
+    """Returns a model whose weights Q8_0 stores exactly, and are large enough for every part to change the logits."""
     model_type, own = (ORIGINALS | BY_TRANSFORMERS)[name]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_BASE | own | sizes)).eval().float()
@@ -143,7 +143,10 @@ def make_original(name: str, **sizes: int) -> Any:
 
 
 def write_original(model: Any, path: Path, kind: str = "F32", change: Callable[[Any], None] | None = None) -> Path:
-    """Writes the model's GGUF file. ``kind``: the format of matrices. ``change`` gets the writer before it writes."""
+    """Writes the model's GGUF file, with matrices in the format ``kind``.
+
+    ``change`` is called with the writer before it writes.
+    """
     config = model.config
     name = {"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     architecture = name.replace("_moe", "moe")

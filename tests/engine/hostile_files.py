@@ -1,6 +1,6 @@
-"""Loads files that were made to do harm, in a process with little memory. ``test_hostile_files`` runs it.
+"""Loads malicious files, in a process with little memory. ``test_hostile_files`` runs it.
 
-Each load ends in seconds, with an engine or with an error of ours; another end of this process fails the test.
+Each load must end within seconds, with an engine or with an error of this package; anything else fails the test.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _text(data: bytes, length: int | None = None) -> bytes:
 
 @st.composite
 def _value(draw: Any, kind: int) -> bytes:
-    """A value in the metadata of a GGUF file."""
+    """A value in a GGUF file's metadata."""
     if kind == _STRING:
         given = draw(st.sampled_from([b"llama", b"gpt2", b"qwen2", b"", b"\xff", b"x" * 300, b"{{" + b"(" * 3000]))
         return _text(given, draw(st.one_of(st.none(), _NUMBERS)) if draw(st.integers(0, 9)) == 0 else None)
@@ -68,7 +68,7 @@ def _value(draw: Any, kind: int) -> bytes:
 
 @st.composite
 def gguf_headers(draw: Any) -> bytes:
-    """A GGUF file that is written field by field."""
+    """The bytes of a GGUF file, generated field by field."""
     entries = draw(st.lists(st.sampled_from(_KEYS), max_size=6))
     body = b""
     for name in entries:
@@ -85,7 +85,7 @@ def gguf_headers(draw: Any) -> bytes:
 
 @st.composite
 def spoilt(draw: Any, whole: bytes, head: int) -> bytes:
-    """A file that was whole, with other bytes in its first ``head`` bytes, or cut off."""
+    """A valid file with some of its first ``head`` bytes changed, sometimes also truncated."""
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, head - 9))
@@ -103,7 +103,7 @@ _JSON = st.recursive(
 
 @st.composite
 def safetensors_headers(draw: Any) -> bytes:
-    """A safetensors file whose header is JSON, with an entry or more that is wrong."""
+    """A safetensors file with a JSON header, of which one or more entries are wrong."""
     entry = st.fixed_dictionaries(
         {},
         optional={
@@ -123,7 +123,7 @@ def safetensors_headers(draw: Any) -> bytes:
 
 @st.composite
 def configs(draw: Any, whole: bytes) -> bytes:
-    """A JSON object with other values."""
+    """A JSON object with some of its values replaced."""
     fields = json.loads(whole)
     for name in draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=3)):
         fields[name] = draw(st.one_of(_NUMBERS, _JSON))
@@ -135,7 +135,7 @@ def configs(draw: Any, whole: bytes) -> bytes:
 
 
 def load(place: Path, cache: Path) -> None:
-    """Loads a model; LoadFailed is a good end."""
+    """Loads a model. LoadFailed is an accepted outcome."""
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         extra = {"cache_dir": str(cache), "threads": 1, "engine": "serial"}  # which compiles nothing
@@ -165,7 +165,7 @@ def fuzz(strategy: st.SearchStrategy[bytes], examples: int, file: Path, place: P
 
 
 def main(folder: Path, gguf_file: Path, examples: int) -> None:
-    """``folder`` and ``gguf_file`` hold whole models."""
+    """``folder`` and ``gguf_file`` contain valid models."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     whole, scratch = gguf_file.read_bytes(), Path(tempfile.mkdtemp(dir=folder.parent))
     file, cache = scratch / "hostile.gguf", scratch / "cache"

@@ -1,4 +1,4 @@
-"""Asks for our decoder kernels as a load does."""
+"""Selects the decoder kernels for a model as a load does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlserver_torch_stream.engine.native.native_forward import NativeForward
 
 
 def kernels_of(model: PreTrainedModel, folder: Path) -> NativeForward | str:
-    """Returns the verified forward, or why there is none."""
+    """Returns the forward if it passes the check, otherwise the reason why there is none."""
     expected = ExpectedLogits(model)
     verdict = take_kernels(expected, check_batching(model, expected=expected), KernelOptions(1, folder))
     return verdict.candidate or verdict.reason

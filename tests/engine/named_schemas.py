@@ -1,4 +1,4 @@
-"""Twenty JSON schemas, each for what it asks of an answer. Knows nothing of engines."""
+"""Twenty JSON schemas, each named for what it requires of an answer. Does not use the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token matchers of constraints, as they are made: weakly, so that a test sees when they are freed."""
+"""Records the token matchers of constraints by weak references, so that a test sees when they are freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlserver_torch_stream.engine.constraints.token_matcher import CompiledConst
 
 
 def note_matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[TokenMatcher]]:
-    """A list that gets each matcher from here on."""
+    """Returns a list to which every matcher made from now on is added."""
     matchers: list[weakref.ref[TokenMatcher]] = []
     make = CompiledConstraint.matcher
 

@@ -1,4 +1,4 @@
-"""What a model answers to each prompt alone, and a check that sequences over pages get the same, batch by batch."""
+"""What a model answers to each prompt alone, and a check that batched sequences over pages get the same answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Right = Callable[..., None]
 
 
 class Answers:
-    """What the model says to each prompt alone, computed once."""
+    """The model's tokens and logits for each prompt alone, computed once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -29,7 +29,7 @@ class Answers:
         return self._tokens[tuple(prompt)]
 
     def check(self, sequence: Driven) -> None:
-        """Raises unless the tokens are those of ``generate``, and all logits those of one call without a cache."""
+        """Raises unless the tokens equal those of ``generate``, and all logits those of one call without a cache."""
         assert (len(sequence.prompt), sequence.answer) == (
             len(sequence.prompt),
             self.to(sequence.prompt)[: len(sequence.answer)],
@@ -43,7 +43,7 @@ class Answers:
 
 
 def check(model: PreTrainedModel, way: Way, page_size: int, answers: Answers, chunked: bool = True) -> None:
-    """Raises if a sequence does not get what it gets alone."""
+    """Raises if a sequence gets other tokens or logits than it gets alone."""
     driver = PageDriver(model, way, page_size, chunked=chunked)
 
     def right(*sequences: Driven) -> None:
@@ -58,7 +58,7 @@ def check(model: PreTrainedModel, way: Way, page_size: int, answers: Answers, ch
 
 
 def joins_and_leaves(driver: PageDriver, right: Right) -> None:
-    """Chunks of several sizes beside decode, in changing orders; two answers to one prompt."""
+    """Computes chunks of prompts, of several sizes, beside decoding in changing orders; two answers to one prompt."""
     a, b, c, d, e = (driver.join(prompt_of(length, seed)) for seed, length in enumerate((5, 17, 3, 23, 1)))
     driver.step([(a, 5), driver.some(b, 7)])
     driver.step([(a, 1), driver.some(b, 6), (c, 3)])
@@ -91,7 +91,7 @@ def goes_on_after_a_preemption(driver: PageDriver, right: Right) -> None:
 
 
 def shares_a_beginning(driver: PageDriver, right: Right) -> None:
-    """At every boundary of pages, one sequence takes all pages before it from another, and computes the rest."""
+    """At every page boundary, a sequence shares all pages before it with another, and computes the others."""
     begin = list(prompt_of(COMMON, 6))
     first = driver.join([*begin, 1, 2, 3], keeps=True)
     driver.step([(first, 20)])
@@ -109,7 +109,7 @@ def shares_a_beginning(driver: PageDriver, right: Right) -> None:
 
 
 def verifies_drafts(driver: PageDriver, right: Right, known: list[int]) -> None:
-    """The logits of several tokens of one step; a wrong draft is written over."""
+    """Requests the logits of several tokens of one step; the key and value of a wrong draft are overwritten."""
     drafted, other = driver.join(prompt_of(17, 1)), driver.join(prompt_of(5, 0))
     driver.step([(drafted, 17), (other, 5)])
     drafted.answer += [*known[1:3], (known[3] + 1) % 250]

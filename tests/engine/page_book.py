@@ -1,4 +1,4 @@
-"""Owns the pages of a cache for tests of forwards, without a scheduler: which sequence holds which page."""
+"""Assigns the pages of a cache to sequences, for tests that call forwards without a scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Held:
 
 
 class PageBook:
-    """Names its sequences by any string. Pages that no sequence holds are full of NaN, also those of passed windows."""
+    """Assigns pages to sequences, which are named by strings.
+
+    Fills all free pages with NaN, also those behind a window.
+    """
 
     def __init__(self, model: PreTrainedModel, page_size: int = 16, pages: int = 128, slots: int = 0) -> None:
         layout = CacheLayout(model.config)
@@ -40,7 +43,7 @@ class PageBook:
         self._free = [random.Random(group).sample(range(pages), pages) for group in range(len(self.groups))]
 
     def batch(self, work: Mapping[str, Sequence[int]], wanted: int | Mapping[str, int] = 1) -> Batch:
-        """New tokens of some sequences, which begin or go on; their last ones are ``wanted``."""
+        """Returns a batch with new tokens of new or existing sequences; the last ``wanted`` of them need logits."""
         wants = dict.fromkeys(work, wanted) if isinstance(wanted, int) else wanted
         for name in work:
             self.held.setdefault(name, Held(self.no_pages()))
@@ -58,7 +61,7 @@ class PageBook:
         return dict(zip(work, rows, strict=True))
 
     def share(self, name: str, other: str, tokens: int) -> None:
-        """Begins a sequence with the pages of another's first tokens, whether they are computed yet or not."""
+        """Begins a sequence that shares the pages of another's first ``tokens``, computed yet or not."""
         self.held[name] = Held(self.no_pages())
         self.take_over(self.held[name], self.held[other], tokens)
 
@@ -68,14 +71,14 @@ class PageBook:
         return tuple(array("i") for _ in self.groups)
 
     def part(self, held: Held, ids: Sequence[int], wanted: int) -> BatchSequence:
-        """A sequence's part of a batch, with pages for its new tokens ``ids``."""
+        """Returns a sequence's part of a batch, after assigning pages for its new tokens ``ids``."""
         for group, table in enumerate(held.tables):
             while len(table) * self.page_size < held.computed + len(ids):
                 table.append(self.take(group))
         return BatchSequence(tuple(ids), held.computed, held.tables, wanted, held.slot)
 
     def advance(self, held: Held, tokens: int, drafts: int = 0) -> None:
-        """Counts tokens as computed, the last ``drafts`` of which may not stay, and gives back passed pages."""
+        """Counts tokens as computed, with ``drafts`` that may be rejected, and frees pages behind the window."""
         held.computed += tokens
         for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
             passed = 0 if held.keeps else group.oldest_seen(held.computed - drafts) // self.page_size
@@ -84,7 +87,7 @@ class PageBook:
                 table[entry] = -1
 
     def take_over(self, held: Held, other: Held, tokens: int) -> None:
-        """Begins a sequence with the pages of another's first ``tokens``."""
+        """Begins a sequence that shares the pages of another's first ``tokens``."""
         assert tokens % self.page_size == 0
         for group, (own, theirs) in enumerate(zip(held.tables, other.tables, strict=True)):
             own.extend(self._hold(group, page) for page in theirs[: tokens // self.page_size])
@@ -94,7 +97,7 @@ class PageBook:
         return self._hold(group, self._free[group].pop(0))
 
     def clear(self, held: Held) -> None:
-        """Takes a sequence's pages away: all of its tokens have to be computed again."""
+        """Frees a sequence's pages, so that all of its tokens have to be computed again."""
         for group, table in enumerate(held.tables):
             for page in table:
                 self._give_back(group, page)
@@ -122,7 +125,10 @@ class PageBook:
 def prefilled(
     forward: Forward, model: PreTrainedModel, ids: Sequence[int], chunk: int, page_size: int = 16
 ) -> tuple[torch.Tensor, PageBook]:
-    """The logits of a prompt's last token, and the pages of the prompt, whose name is "row"."""
+    """Computes a prompt in chunks.
+
+    Returns the logits of its last token, and its pages, which belong to the sequence "row".
+    """
     book = PageBook(model, page_size, pages=2 + len(ids) // page_size + 64 // page_size)
     for first in range(0, len(ids), chunk):
         last = first + chunk >= len(ids)
@@ -133,9 +139,9 @@ def prefilled(
 def answers(
     model: PreTrainedModel, forward: Forward, requests: Sequence[tuple[int, int]], chunk: int
 ) -> list[list[int]]:
-    """Greedy answers to prompts: ``requests`` are the lengths of each prompt and of its answer.
+    """Returns greedy answers; ``requests`` are pairs of a prompt's length and the length of its answer.
 
-    Every second step a prompt begins. A step takes chunks of prompts beside the newest tokens of answers.
+    A prompt begins every second step. A step computes chunks of prompts together with the newest tokens of answers.
     """
     book = PageBook(model)
     left = [prompt_of(length, number) for number, (length, _) in enumerate(requests)]
@@ -151,12 +157,12 @@ def answers(
 
 
 def expected_answers(model: PreTrainedModel, requests: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Returns what transformers' ``generate`` gives for the requests of ``answers``, one after the other."""
+    """Returns what transformers' ``generate`` answers to the requests of ``answers``, one after the other."""
     return [reference(model, prompt_of(length, n), count) for n, (length, count) in enumerate(requests)]
 
 
 def errors_of(forwards: Mapping[str, Forward], model: PreTrainedModel, exact: PreTrainedModel) -> dict[str, float]:
-    """Returns the sum of each forward's squared errors against ``exact``: at the end of prompts and a token later."""
+    """Returns each forward's summed squared error against ``exact``, at the ends of prompts and one token later."""
     errors = dict.fromkeys(forwards, 0.0)
     for length in (2, 17, 40, 90):
         ids = prompt_of(length, length)

@@ -1,4 +1,4 @@
-"""Drives a forward over pages without a scheduler: sequences join, leave, fork, share pages and are computed again."""
+"""Drives a forward over pages without a scheduler: sequences join, leave, fork, share pages and are preempted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Driven(Held):
 
 
 class PageDriver:
-    """Lets sequences over a small ``PageBook`` answer greedily."""
+    """Decodes sequences greedily over a small ``PageBook``."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class PageDriver:
         return Driven(self.book.no_pages(), self._slots.pop(), keeps=keeps, prompt=list(prompt))
 
     def join_beside(self, other: Driven, prompt: Sequence[int], shared: int) -> Driven:
-        """A sequence whose first ``shared`` tokens, whole pages of them, are those of the other."""
+        """Adds a sequence whose first ``shared`` tokens are whole pages that it shares with ``other``."""
         assert other.tokens[:shared] == list(prompt)[:shared]
         joined = self.join(prompt)
         self.book.take_over(joined, other, shared)
         return joined
 
     def fork(self, other: Driven) -> Driven:
-        """A second answer to the same prompt: full pages are shared, the last one and the states are copied."""
+        """Adds a second answer to the same prompt: it shares full pages, and copies the last page and the states."""
         forked = self.join(other.prompt)
         self.book.take_over(forked, other, other.computed // self.page_size * self.page_size)
         for group, theirs in enumerate(other.tables):
@@ -81,15 +81,15 @@ class PageDriver:
         self._slots.append(sequence.slot)
 
     def preempt(self, sequence: Driven) -> None:
-        """Takes its pages away: all of its tokens have to be computed again."""
+        """Frees the sequence's pages, so that all of its tokens have to be computed again."""
         self.book.clear(sequence)
 
     def some(self, sequence: Driven, count: int) -> tuple[Driven, int]:
-        """Returns what a step is to compute: so many tokens, or all if prompts cannot be cut."""
+        """Returns the sequence with the number of tokens to compute: ``count``, or all if prompts cannot be split."""
         return sequence, count if self._chunked else len(sequence.tokens) - sequence.computed
 
     def step(self, counts: Sequence[tuple[Driven, int]], wanted: Mapping[int, int] | None = None) -> torch.Tensor:
-        """Computes so many tokens of each; a sequence whose last known token is among them gets the next one."""
+        """Computes ``count`` tokens of each sequence; one whose last known token is among them gets its next token."""
         parts = tuple(
             self.book.part(each, each.tokens[each.computed : each.computed + count], (wanted or {}).get(number, 1))
             for number, (each, count) in enumerate(counts)

@@ -1,9 +1,9 @@
-"""Perplexity of a text, by which forwards and weights are compared for quality rather than for speed.
+"""Computes the perplexity of a text, to compare the quality of forwards and weights rather than their speed.
 
     python -m tests.engine.perplexity [MODEL] [--text english.txt] [--window 512] [--threads N]
 
-Each window of the text is a sequence of its own. The text shipped is out of copyright: the first chapter of Austen's
-"Pride and Prejudice", the beginning of Darwin's "On the Origin of Species", Lincoln's address at Gettysburg.
+Each window of the text is one sequence. The text shipped is out of copyright: the first chapter of Austen's "Pride and
+Prejudice", the beginning of Darwin's "On the Origin of Species", Lincoln's address at Gettysburg.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PAGE, _STEP = 16, 64  # tokens
 
 
 def windows(loaded: LoadedModel, text: str, length: int) -> list[list[int]]:
-    """Whole windows only, and one token more in each: what is to be foretold last."""
+    """Splits the text into whole windows; each has one token more than ``length``, the last one to be predicted."""
     ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     return [ids[first : first + length + 1] for first in range(0, len(ids) - length, length)]
 
@@ -52,7 +52,7 @@ def perplexity_of_model(model: Any, rows: Windows) -> float:
 
 
 def perplexity_of_forward(forward: Forward, layout: CacheLayout, rows: Windows) -> float:
-    """Takes the logits of all tokens, so many at a time."""
+    """Computes the perplexity in steps of ``_STEP`` tokens, of which it requests all logits."""
     losses = []
     pages = range(-(-len(rows[0]) // _PAGE))
     cache = PagedCache(layout, _PAGE, [len(pages)] * len(layout.spec(_PAGE).groups), state_slots=0)

@@ -1,4 +1,4 @@
-"""Functions that tests run in a process of a load."""
+"""Functions that tests run in the separate process of a load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 
 class TwoParts(Exception):
-    """An error that cannot be pickled, as its constructor takes other arguments than it keeps."""
+    """An error that cannot be unpickled, as its constructor takes other arguments than ``args`` has."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")

@@ -1,4 +1,4 @@
-"""Random answers that a constraint allows: tokens drawn with equal chances, without a model."""
+"""Random answers that satisfy a constraint: tokens drawn uniformly among those allowed, without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENDS = 0.3  # the chance that an answer ends where it may
 
 
 def random_answer(compiled: CompiledConstraint, end_id: int, seed: int, most: int = 400) -> Sequence[int] | None:
-    """The tokens of an answer without its end token; None if it is not over after ``most`` of them."""
+    """Returns the tokens of an answer without its end token; None if the answer has not ended after ``most`` tokens."""
     draw, matcher, tokens = random.Random(seed), compiled.matcher([end_id]), list[int]()
     while not matcher.complete and len(tokens) < most:
         allowed = np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist()

@@ -1,4 +1,4 @@
-"""vLLM's interpreter and models for the tests with vLLM itself, and the processes that such a test starts."""
+"""Finds vLLM's interpreter and models for the tests that run vLLM itself, and the processes that such a test starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EMBEDDED = "embedded://smollm2-135m-instruct"
 
 
 def save_tiny(family: str, folder: Path) -> Path:
-    """Writes a random model of the family with its tokenizer. Returns the folder."""
+    """Writes a random model of the family with its tokenizer, and returns its folder."""
     tiny_model(family, **FAMILIES[family]).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
@@ -56,14 +56,14 @@ def smollm2() -> Path:
 
 
 def build(folder: Path, extra: dict[str, Any] | None = None, **vllm: Any) -> BuiltEngine:
-    """An engine over vLLM. ``extra``: settings beside ``vllm``, whose keys are the other arguments."""
+    """An engine over vLLM. ``extra`` has settings beside ``vllm``; all other arguments are keys of ``vllm``."""
     arguments = {"enforce_eager": True, "max_num_seqs": 8, **vllm}
     settings = {**SMALL, "vllm": arguments, "vllm_python": os.environ[PYTHON], **(extra or {})}
     return build_engine(parse_settings(str(folder), settings), resources=ProcessResources())
 
 
 def vllm_alone(model: Path, prompts: list[list[int]], count: int, place: Path) -> list[list[int]]:
-    """The greedy answers of vLLM's own ``LLM``, one prompt at a time."""
+    """Returns the greedy answers of vLLM's own ``LLM``, computed one prompt at a time."""
     job, answers = place / "job.json", place / "answers.json"
     job.write_text(json.dumps({"model": str(model), "prompts": prompts, "count": count}))
     command = WorkerCommand(os.environ[PYTHON], StartOrder({}), "alone", cores_of_this_process(os.cpu_count() or 1))
@@ -75,7 +75,7 @@ def vllm_alone(model: Path, prompts: list[list[int]], count: int, place: Path) -
 
 
 def write_adapter(folder: Path, model: Any, seed: int) -> None:
-    """Writes a random LoRA adapter of the queries and values, and merges it into the model, as PEFT merges it."""
+    """Writes a random LoRA adapter of the query and value projections, and merges it into the model as PEFT does."""
     folder.mkdir()
     config = {
         "peft_type": "LORA",
@@ -100,7 +100,7 @@ def write_adapter(folder: Path, model: Any, seed: int) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """The processes below a process, which can be in sessions of their own."""
+    """The descendants of a process, including those in sessions of their own."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -116,6 +116,6 @@ def descendants(pid: int) -> set[int]:
 
 
 def named(pids: set[int], text: str) -> list[int]:
-    """Those of the processes whose command line has the text."""
+    """Returns those of the processes whose command line contains ``text``."""
     lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in pids}
     return sorted(pid for pid, line in lines.items() if line.exists() and text.encode() in line.read_bytes())

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, one sequence after the other, written apart from the package's own."""
+"""Paged attention in plain torch, one sequence at a time, written independently of the package's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlserver_torch_stream.engine.cache.pages import BatchSequence
 
 
 class ReferenceAttention(PagedAttention):
-    """Scores and sums are in float32."""
+    """Computes scores and sums in float32."""
 
     name = "reference"
 

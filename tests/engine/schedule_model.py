@@ -1,6 +1,6 @@
-"""A model of an engine around the real scheduler: memory that remembers which tokens each key was computed from.
+"""A model of an engine around the real scheduler. Its memory records from which tokens each key was computed.
 
-Torch-free. A key at a position depends on all tokens up to there, as a transformer's does, and so does the next token.
+Needs no torch. As in a transformer, the key at a position and the next token depend on all tokens up to there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def key_after(key: int, token: int) -> int:
 
 
 def choice(key: int, index: int) -> int:
-    """Returns the next token of the sequence with this index; of few, so that texts have beginnings in common."""
+    """Returns the next token at this index, one of only two or three, so that texts often share their beginnings."""
     return (key >> 5) % 2 if index == 0 else (key >> (7 + index)) % 3
 
 
@@ -77,7 +77,10 @@ def expected(prompt: Sequence[int], index: int, count: int) -> list[int]:
 
 @dataclass
 class ModelledForward:
-    """Pages and state slots. ``run`` returns for each sequence the keys of its new tokens; None: it read others."""
+    """Simulates pages and state slots.
+
+    For each sequence, ``run`` returns its new keys, or None if it read wrong ones.
+    """
 
     spec: CacheSpec
     keys: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -115,7 +118,7 @@ class ModelledForward:
         return keys[part.start :] if right else None
 
     def poison(self, batch: Batch) -> None:
-        """Does what a forward that fails may have done."""
+        """Overwrites everything that a failed forward may have written."""
         for part in batch.sequences:
             for position in range(part.start, part.length):
                 for place in self._places(part, position):
@@ -123,7 +126,7 @@ class ModelledForward:
             self.states[part.state_slot] = POISON
 
     def _sees(self, part: BatchSequence, ids: Sequence[int], start: int, stop: int) -> bool:
-        """Whether the queries from ``part.start`` on find the right keys at all positions before ``stop``."""
+        """Returns whether queries from ``part.start`` on find the right keys at all positions before ``stop``."""
         keys = _keys(ids)
         for group, layers in enumerate(self.spec.groups):
             for position in range(layers.oldest_seen(part.start), stop):
@@ -160,10 +163,10 @@ class _InFlight:
 
 
 class ModelledEngine:
-    """What the batcher does with a scheduler, less the tensors; all invariants are checked after each step."""
+    """Does with a scheduler what the batcher does, without tensors. Checks all invariants after each step."""
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Any = None, overlap: bool = False) -> None:
-        """``overlap``: the next batches are launched before the text of the last one is made."""
+        """With ``overlap``, the next batches are launched before the text of the last one is made."""
         self.limits, self.spec, self.overlap = limits, spec, overlap
         self.scheduler = Scheduler(limits, spec, drafts)
         self.forward = ModelledForward(spec)
@@ -185,7 +188,7 @@ class ModelledEngine:
         return not self.in_flight and all(request.finished for request in self.requests)
 
     def add(self, request: RequestState) -> bool:
-        """Asks as the engine does. Returns False if the request is refused."""
+        """Submits a request as the engine does. Returns False if the request is refused."""
         if self.refuses(request):
             return False
         self.requests.append(request)
@@ -198,7 +201,7 @@ class ModelledEngine:
         return prompt >= CONTEXT or self.scheduler.refusal(request.params.n, prompt, final) is not None
 
     def step(self) -> StepPlan:
-        """Launches as many batches as there are stages, and completes the first."""
+        """Launches as many batches as there are stages, and completes the oldest."""
         first = self.launch_all()
         assert self.in_flight or self.idle, "an engine with work has nothing to run"
         if self.in_flight:
@@ -272,7 +275,7 @@ class ModelledEngine:
         self.leave([part.sequence for part in flight.plan.parts])
 
     def retry(self, flight: _InFlight, culprit: int) -> None:
-        """Tries each sequence alone, or computes all again: states, for one, may have advanced already."""
+        """After a failure, runs each sequence alone, or computes all again, as states may have advanced."""
         parts = flight.plan.parts
         guilty = parts[culprit % len(parts)].sequence.request
         guilty.finish(FinishReason.ERROR)
@@ -373,7 +376,7 @@ class ModelledEngine:
         assert [each.order for each in scheduler.admitted] == sorted(each.order for each in scheduler.admitted)
 
     def check_end(self) -> None:
-        """All sequences have the tokens that they would have alone, and nothing is held any more."""
+        """Checks that all sequences have the tokens that they would have alone, and that no memory is in use."""
         self.check()
         assert not self.scheduler.ledger._sequences
         assert self.scheduler.ledger.used_bytes == 0

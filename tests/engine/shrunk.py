@@ -1,7 +1,7 @@
-"""Tiny random models of any type that transformers makes a causal language model of, in the shape of its config.
+"""Tiny random models of every causal language model type in transformers, with the structure of its default config.
 
 A type's default config is that of a published model. Only its sizes change here: kinds of layers and their order,
-windows, scalings and heads that differ from layer to layer stay. Knows no engines.
+windows, scalings and heads that differ from layer to layer stay. Does not use the engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _MORE: dict[str, dict[str, Any]] = {
 
 
 def shrunk_config(model_type: str) -> PreTrainedConfig:
-    """Raises what the config's class raises for sizes that do not go together."""
+    """Returns a shrunk config. Raises what the config's class raises for sizes that are inconsistent."""
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **_shrunk(CONFIG_MAPPING[model_type]))
     return config
 

@@ -1,4 +1,4 @@
-"""Every type of causal language models that transformers knows is served in the way that docs/families.md says."""
+"""Every type of causal language model that transformers knows is served in the way that docs/families.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's reader is told of an answer with reasoning and tool calls."""
+"""The events that an engine's reader receives for an answer with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_without_a_format_the_answer_is_its_text(model: PreTrainedModel) -> None
 
 @pytest.mark.parametrize("whole", ["x" * 2000, Reasoning("x" * 2000), ToolCallDelta(0, "c", "look", "x" * 2000)])
 def test_a_long_piece_is_more_than_one_event(whole: Part) -> None:
-    """Arguments that come before the name are given at once, when the name is known."""
+    """When a call's arguments come before its name, all pieces of them are sent as soon as the name is known."""
     most = MAX_PER_EVENT // 2
     pieces = list(short(whole, most))
     if isinstance(whole, ToolCallDelta):

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls are found in an answer's text, whatever its cuts; what is no call stays text."""
+"""Reasoning and tool calls are found in an answer's text, however it is split; anything else stays text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _parser(kind: str, *, reasoning: bool = False, begun: bool = False, parallel
 
 
 def _parse(parser: AnswerParser, pieces: Sequence[str]) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-    """The reasoning, the text and the calls, which come in any order but each in its own."""
+    """Returns the reasoning, the text and the calls. Calls may interleave, but the pieces of each are in order."""
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)

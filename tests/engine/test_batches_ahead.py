@@ -1,4 +1,4 @@
-"""Which batches in flight a batch has to wait for: those that still write pages or states that it reads."""
+"""Tests which batches in flight a batch has to wait for: those that still write pages or states that it reads."""
 
 import pytest
 

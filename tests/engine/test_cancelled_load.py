@@ -1,4 +1,4 @@
-"""A load that is cancelled ends at its next stage, module or weight, and leaves nothing."""
+"""A load that is cancelled ends at its next stage, module or weight, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EndlessLlama(LlamaForCausalLM):
 
 @pytest.fixture
 def endless(tiny_model: Path, tmp_path: Path) -> Path:
-    """A folder whose model never stops adding weights; it creates the file ``arrived`` beside it."""
+    """A model folder whose own code adds weights without end, and creates the file ``arrived`` beside the folder."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "endless"))
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "endless.EndlessLlama"}

@@ -1,4 +1,4 @@
-"""Checkpoints whose files contradict each other are refused by name, before anything is built or random."""
+"""Checkpoints whose files contradict each other are refused by weight name before the model is built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture
 def folder(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model that a test may spoil."""
+    """A copy of the tiny model that a test may change."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
@@ -48,7 +48,7 @@ def change(folder: Path, edit: Callable[[Weights], Any]) -> None:
 
 
 def as_float8(weights: Weights) -> None:
-    """As checkpoints have them whose scales are beside the weights."""
+    """Converts the projections to float8, with a scale beside each weight."""
     for name in [name for name in weights if "proj" in name]:
         weights[name] = (weights[name] * 100).to(torch.float8_e4m3fn)
         weights[f"{name}_scale"] = torch.tensor([0.01])
@@ -102,7 +102,7 @@ def test_weights_of_any_float_are_loaded_though_no_quantisation_is_named(folder:
 
 @pytest.mark.long
 def test_a_header_of_as_many_tensors_as_a_mixture_of_experts_in_four_bits_has_is_read(tmp_path: Path) -> None:
-    """The experts of 48 layers, each with blocks, scales and zeros, in one file."""
+    """The header describes the experts of 48 layers, each with blocks, scales and zeros, in one file."""
     names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}" for layer in range(48) for expert in range(128)
              for part in (f"{name}_proj.{leaf}" for name in ("gate", "up", "down")
                           for leaf in ("qweight", "qzeros", "scales"))]  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_header_of_as_many_tensors_as_a_mixture_of_experts_in_four_bits_has_is
 def test_other_weights_that_the_model_does_not_take_are_named_in_one_warning(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as layers beyond the config's, or the mask of an old checkpoint."""
+    """The checkpoint has a layer beyond the config's number of layers, and a mask as old checkpoints have."""
     set_config(folder, num_hidden_layers=1)
     change(folder, lambda weights: weights.update({"model.layers.0.self_attn.bias": torch.ones(1, 1, 4, 4)}))
     with caplog.at_level(logging.WARNING, "mlserver_torch_stream"):
@@ -156,7 +156,7 @@ def test_a_config_that_the_weights_contradict_is_refused_by_its_field(
 
 
 def test_more_weights_than_the_files_can_hold_are_refused_before_memory_is_taken(folder: Path) -> None:
-    """With names that transformers may convert, so that the shapes of tensors cannot be compared by name."""
+    """transformers might convert the weights' names, so that shapes cannot be compared by name."""
     set_config(folder, intermediate_size=2**30)
     change(folder, lambda weights: [weights.update({f"other.{name}": weights.pop(name)}) for name in list(weights)])
     with pytest.raises(LoadFailed, match=r"asks for [\d,]+ parameters, but the checkpoint holds only [\d,]+ bytes"):

@@ -1,4 +1,4 @@
-"""The harness of the checks at load: a candidate or the reason, and checks that their names and inputs tell apart."""
+"""The harness of the checks at load: it returns a candidate or a reason, and keeps checks apart by name and inputs."""
 
 import json
 import logging

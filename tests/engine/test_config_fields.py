@@ -1,4 +1,4 @@
-"""Whatever a config's class declares and whatever its value: the kernels give the model's logits, or leave it alone."""
+"""For any value of any field that a config declares, the kernels give the model's logits or refuse the model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MINISTRAL = {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}
 
 
 def built(family: str, change: dict[str, Any], ids: Sequence[int]) -> tuple[PreTrainedModel, torch.Tensor] | None:
-    """With its own logits after these ids; None if transformers does not run such a model."""
+    """Returns the changed model and its own logits after ``ids``; None if transformers cannot run such a model."""
     try:
         model = tiny_model(family, **change)
         return model, model(torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -75,7 +75,7 @@ def built(family: str, change: dict[str, Any], ids: Sequence[int]) -> tuple[PreT
 
 
 def stays_sound(family: str, change: dict[str, Any], folder: Path) -> bool:
-    """Fails where our kernels take the changed model and give other logits. False: transformers does not run it."""
+    """Fails if the kernels run the changed model with wrong logits. Returns False if transformers cannot run it."""
     ids = prompt_of(FAR)
     with torch.inference_mode():
         sound = built(family, change, ids)
@@ -94,7 +94,7 @@ def stays_sound(family: str, change: dict[str, Any], folder: Path) -> bool:
 
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_leaves_the_logits_equal_or_the_model_alone(field: str, folder: Path) -> None:
-    """In the first family that has it."""
+    """Changes the field in a model of the first family whose config has it and that transformers can run."""
     families = [each for each in ALIKE if field in declared_fields(CONFIG_MAPPING[each])]
     for change in CHANGES[field]:
         assert any(stays_sound(family, change, folder) for family in families)
@@ -111,7 +111,7 @@ def test_every_changed_field_of_every_family_does(family: str, folder: Path) -> 
 def test_ministral_3_gets_the_tokens_of_generate_beyond_its_original_length(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It scales its queries anew at each multiple of that length, which our kernels do not."""
+    """The model scales its queries anew at each multiple of that length, and the kernels do not."""
     model = tiny_model("ministral3", **MINISTRAL)
     prompts = [prompt_of(length, length) for length in (20, 100, 180)]
     expected = [reference(model, prompt, 20) for prompt in prompts]
@@ -135,13 +135,13 @@ def test_ministral_3_that_scales_nothing_is_taken() -> None:
 
 
 class WithField(LlamaConfig):  # type: ignore[misc]
-    """As transformers' own classes declare a field."""
+    """Declares a field as the configs of transformers do."""
 
     clip_qkv: float | None = None
 
 
 class WithArgument(LlamaConfig):  # type: ignore[misc]
-    """As a checkpoint's own code may declare one."""
+    """Declares a field as the config class of a checkpoint's own code may do."""
 
     def __init__(self, clip_qkv: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)

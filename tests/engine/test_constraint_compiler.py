@@ -1,4 +1,4 @@
-"""What is compiled once and kept, what a model's tokenizer does not allow, and what is too much."""
+"""What the compiler caches, what a model's tokenizer does not support, and which constraints exceed the limits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_sequences_of_one_constraint_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("added", [0, 29])
 def test_masks_have_one_length_whatever_the_vocabulary_is(added: int) -> None:
-    """The library gives a mask of 288 bits another word, where it writes none."""
+    """With 288 tokens, the library allocates one more word of mask than the tokens need, and never writes it."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(added)])
     matcher = ConstraintCompiler(tokenizer).submit(_regex("[ab]{9}")).result().matcher([EOS])
@@ -147,7 +147,7 @@ def _chain(link: str, end: str, count: int) -> str:
     ids=["Lark", "GBNF", "schema"],
 )
 def test_thousands_of_parts_that_refer_to_each_other_do_not_end_the_process(kind: str, source: str) -> None:
-    """The library needs up to 64 MB of stack for them."""
+    """The library needs up to 64 MB of stack for such constraints."""
     compiled = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind(kind), source, "f")).result()
     assert compiled.matcher([EOS]).mask().any()
 
@@ -167,7 +167,7 @@ def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins(monkeyp
 
 
 def test_a_slow_compilation_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one is compiled at a time, too. Of slow ones, one more is compiled at the same time."""
+    """Even with one thread: while it is busy with a slow compilation, a spare thread compiles the others."""
     monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 0.05)
     threads: CompileThreads[int] = CompileThreads(1)
     held = threading.Event()
@@ -182,7 +182,7 @@ def test_a_slow_compilation_does_not_hold_up_the_others(monkeypatch: pytest.Monk
 
 
 def test_a_compilation_waits_where_the_spare_thread_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one starts the spare thread. Without any thread it is refused."""
+    """The next compilation starts the spare thread. If there is no thread at all, it is refused."""
     monkeypatch.setattr(compile_threads, "_SPARE_AFTER_S", 0.05)
     threads: CompileThreads[int] = CompileThreads(1)
     held = threading.Event()
@@ -213,7 +213,7 @@ def test_the_spare_thread_compiles_nothing_while_the_others_get_on(monkeypatch: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there a thread has a priority of its own")
 def test_no_thread_has_a_lower_priority_than_the_others_while_it_compiles() -> None:
-    """It would get the interpreter's lock, but no core to go on with, and the streams would wait for it."""
+    """Such a thread would hold the interpreter's lock but get no core, and all streams would wait for it."""
     parts = {f"a{number}": {"type": "string", "pattern": "^[a-z]{2,40}$"} for number in range(300)}
     source = json.dumps({"type": "object", "properties": parts, "required": list(parts)})
     before = set(os.listdir("/proc/self/task"))

@@ -1,4 +1,4 @@
-"""What a constraint lets a sequence say, beside everything else that the engine does with sequences."""
+"""Constraints limit what a sequence says, in combination with everything else that the engine does with sequences."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def schema(codec: TextCodec) -> CompiledConstraint:
 
 @pytest.fixture(scope="module")
 def expected(model: PreTrainedModel, schema: CompiledConstraint) -> list[tuple[int, ...]]:
-    """The tokens of answers that are each alone in the engine, with one token a step."""
+    """The tokens of each answer, computed alone in the engine, one token a step."""
     with running(model, eos_token_ids=(EOS,), drafts_forced=False) as engine:
         events = [_answers(engine, [request])[0] for request in _asked(schema)]
         assert engine.stats().forced_tokens == 0
@@ -150,7 +150,7 @@ def test_the_tokens_are_those_of_each_alone(
 
 @pytest.mark.long
 def test_prompt_lookup_drafts_what_the_constraint_allows(model: PreTrainedModel, codec: TextCodec) -> None:
-    """A text of two letters repeats itself: some drafts are right."""
+    """A text of only two letters repeats itself, so that some drafts are right."""
     two = _compiled(codec, "regex", "[ab]{60}")
     plain, drafted = [], None
     for lookup in (None, PromptLookup(4)):
@@ -236,7 +236,7 @@ def test_a_stop_token_that_the_constraint_does_not_allow_ends_nothing(model: Pre
 
 
 def test_bad_words_go_before_forced_tokens(model: PreTrainedModel, codec: TextCodec) -> None:
-    """A word that the constraint leaves no other token for ends the sequence with an error, and it alone."""
+    """If a bad word excludes the only token that the constraint allows, this sequence alone ends with an error."""
     either = _compiled(codec, "choice", ["left", "right"])
     assert _answer(model, either, bad_words=("l",)).text == "right"
     with running(model, eos_token_ids=(EOS,)) as engine:
@@ -275,7 +275,7 @@ def test_a_client_that_leaves_frees_its_sequence(model: PreTrainedModel, schema:
 def test_the_matchers_of_ended_answers_are_freed_without_a_garbage_collection(
     model: PreTrainedModel, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of answers that end by themselves, and of one whose client leaves."""
+    """Some answers end by themselves; for another one, the client leaves."""
     matchers = note_matchers(monkeypatch)
     constraint = _compiled(codec, "json_schema", _SCHEMA)
 

@@ -1,4 +1,4 @@
-"""Positions that change at a length: up to it by default, and those of long sequences where longer ones may come."""
+"""Models whose positions change at a length: by default the context ends there; longer ones use the long positions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_up_to_where_positions_change_rows_share_a_batch(longrope: Path) -> None
 
 
 def long_only(folder: Path) -> PreTrainedModel:
-    """The model with the long factors for sequences of all lengths."""
+    """The model, with the long factors for sequences of all lengths."""
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
     return AutoModelForCausalLM.from_pretrained(folder, config=config)

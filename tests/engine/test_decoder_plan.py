@@ -1,4 +1,4 @@
-"""A decoder that is built from a plan gives the bits of the model that it was read from, and carries no weights."""
+"""A decoder built from a plan is bit-identical to the model from which the plan was made; the plan has no weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same_bits(model: Any, decoder: Decoder, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_layout_gives_the_same_bits(name: str, folder: Path) -> None:
-    """Fused projections, of which the decoder holds parts, and weights that are tied among them."""
+    """The models include fused projections, of which the decoder holds parts, and tied weights."""
     model = known_model(name)
     tensors = dict(model.named_parameters())
     plan = plan_decoder(read_decoder(model), tensors)

@@ -1,4 +1,4 @@
-"""Pieces of text join to the whole decode, and no piece holds part of a character."""
+"""The pieces of a text join to the decoding of all tokens, and no piece ends within a character."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_time_does_not_grow_with_the_length(kind: str, most: int) -> None:
 @pytest.mark.parametrize("missing", [1, 2])
 @pytest.mark.parametrize("reason", [FinishReason.TIMEOUT, FinishReason.ABORT, FinishReason.LENGTH])
 def test_a_sequence_that_is_cut_in_a_character_ends_before_it(kind: str, missing: int, reason: FinishReason) -> None:
-    """At its own end, such as ``max_tokens``, its text is the whole decode."""
+    """A timeout or an abort drops the partial character; at ``max_tokens``, the text is the decoding of all tokens."""
     loop = asyncio.new_event_loop()
     loop.close()
     codec = _codec(kind)

@@ -1,4 +1,4 @@
-"""Layers in several places: each layer's cache lives where its keys are, and the tokens are those of one place."""
+"""Layers on several devices: each layer's cache is where its keys are, and the tokens are those of a single device."""
 
 import asyncio
 from pathlib import Path
@@ -29,10 +29,10 @@ REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(5)]
 
 
 class OtherDevice(ModelHook):  # type: ignore[misc]
-    """Takes a layer's inputs to its dtype and its outputs back, as accelerate's own hook does with devices.
+    """Casts a layer's inputs to its dtype and its outputs back, as accelerate's hook moves them between devices.
 
-    One CPU has one device; a dtype of its own is as strict: torch refuses to mix either, and a cache that was
-    allocated for another layer's keys would be of the wrong kind.
+    A CPU is only one device, so another dtype stands for another device. It is as strict: torch refuses to mix dtypes,
+    and a cache allocated for another layer's keys would have the wrong dtype.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -54,7 +54,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its later layers on the other device."""
+    """The model, with its later layers on the other device."""
     for layer in model.model.layers[1:]:
         layer.double()
         align = AlignDevicesHook(execution_device="cpu", io_same_device=True)
@@ -63,7 +63,7 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Back(ModelHook):  # type: ignore[misc]
-    """Brings the output to where the input was, as accelerate's hook around a whole model does."""
+    """Moves the output to the device of the input, as accelerate's hook around a whole model does."""
 
     def __init__(self, offload: bool = False) -> None:
         self.offload = offload
@@ -171,7 +171,7 @@ def test_an_embedding_on_disk_says_where_it_wants_its_ids(tiny_model: Path, tmp_
 
 
 def test_the_first_gpu_is_a_device_of_an_offloaded_module() -> None:
-    """accelerate names it 0."""
+    """For this GPU, accelerate uses the name 0."""
     embedding = torch.nn.Embedding(4, 2, device="meta")
     embedding._hf_hook = AlignDevicesHook(execution_device=0)
     assert weight_device(embedding, torch.device("cpu")) == torch.device("cuda:0")

@@ -1,4 +1,4 @@
-"""Operations whose result Python has to know before it goes on."""
+"""Detects operations whose result Python has to know before it can continue."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -33,7 +33,7 @@ def test_what_python_has_to_know_is_a_wait(operation: Callable[[torch.Tensor], A
 
 @torch.library.custom_op("mlserver_torch_stream_tests::peek", mutates_args=())
 def peek(x: torch.Tensor) -> torch.Tensor:
-    """As bitsandbytes looks for outliers."""
+    """Reads a value from the device, as bitsandbytes does when it looks for outliers."""
     return x * 2 if (x > 0).any() else x.clone()
 
 

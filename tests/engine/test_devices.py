@@ -1,4 +1,4 @@
-"""A device that is lost ends the engine, whatever was running on it; several devices share one budget."""
+"""A lost device ends the engine, whatever was running on it; several devices share one budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.engine.tiny import (
 
 
 class Device:
-    """What a GPU is like after an illegal access: every later call raises, also one that only asks how it is."""
+    """Behaves like a GPU after an illegal access: every later call raises, even one that only queries the device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.lost = False
@@ -69,7 +69,7 @@ def lent(model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[tup
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_lost_device_ends_the_engine(lent: tuple[EngineCore, Device], phase: str) -> None:
-    """Else it would stay alive, and ready, and fail every request."""
+    """Otherwise the engine would stay alive and ready, and fail every request."""
     engine, device = lent
 
     async def scenario() -> None:

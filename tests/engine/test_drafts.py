@@ -1,4 +1,4 @@
-"""Drafts: right or wrong, many or few, they change no token, no end, no penalty and no log-probability."""
+"""Drafts, right or wrong, many or few, change no token, no end, no penalty and no log-probability."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = prompt_of(9, 1)
 
 
 class Told(PromptLookup):
-    """Drafts the next four tokens of the answer to each prompt; those at ``wrong`` positions are other tokens."""
+    """Drafts the next four tokens of the known answers, with wrong tokens at positions where ``wrong`` is true."""
 
     def __init__(
         self, answers: dict[tuple[int, ...], Sequence[int]], wrong: Callable[[int], bool] = lambda position: False
@@ -53,7 +53,7 @@ def told(answer: Sequence[int], wrong: Callable[[int], bool] = lambda position: 
 def ask(
     model: PreTrainedModel, params: SamplingParameters, lookup: PromptLookup | None = None, **more: Any
 ) -> tuple[TokenEvent, int]:
-    """Returns the merged events of one answer, and the decode steps that it took."""
+    """Returns the merged events of one answer, and the number of its decode steps."""
     with running(model, prefill_tokens=64, lookup=lookup, **more) as engine:
         event = run(collect(engine, [EngineRequest(PROMPT, params)]))[0]
         return event, engine.stats().decode_steps

@@ -1,4 +1,4 @@
-"""A request that has ended is freed with its sequences, its mailbox and its matchers, without a garbage collection."""
+"""An ended request is freed with its sequences, mailbox and matchers, without a garbage collection."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def no_collection() -> Iterator[None]:
 
 
 def submitted(engine: EngineCore, *requests: EngineRequest) -> tuple[Mailbox, list[weakref.ref[Any]]]:
-    """A stream of the requests, and references to its mailbox, its requests and its sequences.
+    """Submits the requests. Returns the stream, and weak references to its mailbox, its requests and its sequences.
 
-    The engine's thread waits until the references are made. Otherwise it could end the requests first.
+    The engine's thread waits until the references exist; otherwise it could end the requests first.
     """
     made = threading.Event()
 
@@ -136,9 +136,9 @@ def fails_without_its_cause(ids: Any) -> Exception:
 def test_requests_whose_step_fails_are_freed(
     fail: Callable[[Any], Exception], model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of a forward has a traceback, whose frames have the sequences of the step. So has each error before it.
+    """The frames in the traceback of a forward's error refer to the step's sequences; so do those of its causes.
 
-    pytest keeps logged errors.
+    pytest keeps logged errors, so the test turns the logger off.
     """
     monkeypatch.setattr(continuous.logger, "disabled", True)
 
@@ -155,7 +155,7 @@ def test_requests_whose_step_fails_are_freed(
 
 
 def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a pipeline, where both are in flight at the same time."""
+    """In a pipeline, both steps are in flight at the same time."""
     monkeypatch.setattr(continuous.logger, "disabled", True)
     prompt, gate = prompt_of(24), threading.Event()
 
@@ -214,7 +214,7 @@ def test_a_request_with_a_constraint_is_freed_with_its_matchers(
 def test_a_request_whose_constraint_becomes_too_complex_is_freed(
     model: PreTrainedModel, codec: TextCodec, serial: bool
 ) -> None:
-    """The error is raised, and has a traceback, whose frames have the sequence."""
+    """The error is raised, and the frames of its traceback refer to the sequence."""
     many = " | ".join(f'"a" "{number:04}"' for number in range(2500))  # at most 2,000 may be open at a time
     constraint = codec.submit(Constraint(ConstraintKind.GRAMMAR, f"start: /[bc]/ ({many})", "field")).result()
 

@@ -1,4 +1,4 @@
-"""What does not fit waits its turn, what can never fit is refused by name, and the budget is kept at every step."""
+"""Requests that do not fit wait, requests that can never fit are refused, and every step keeps to the budget."""
 
 import asyncio
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.engine.tiny import (
 
 
 def bytes_for(model: PreTrainedModel, sequences: int, length: int) -> int:
-    """The budget that so many sequences of ``length`` tokens need, in pages of four."""
+    """The bytes that ``sequences`` sequences of ``length`` tokens need, in pages of four tokens."""
     with torch.inference_mode():
         spec = check_batching(model).spec
     assert spec is not None
@@ -110,7 +110,10 @@ def test_what_can_never_run_is_refused_by_name_before_the_engine_sees_it(
 
 
 def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -> None:
-    """Of a prompt that comes in pieces with the piece that is too much: admitted never, it would hang for ever."""
+    """A prompt that comes in pieces is refused at the piece that exceeds the cache.
+
+    It would otherwise never be admitted.
+    """
 
     async def scenario(engine: EngineCore) -> None:
         opened = engine.submit([EngineRequest((), greedy(30, n=4), open=True)])
@@ -155,7 +158,7 @@ def test_rows_without_a_bound_end_where_the_cache_is_full(model: PreTrainedModel
 
 @pytest.mark.long
 def test_open_prompts_of_any_accepted_length_are_admitted(model: PreTrainedModel) -> None:
-    """Whatever length the engine accepts for a prompt that came in pieces runs, at lengths around the edge."""
+    """The test tries prompts in pieces whose lengths are close to the limit."""
 
     async def scenario(engine: EngineCore, whole: tuple[int, ...]) -> bool:
         stream = engine.submit([EngineRequest((), greedy(2, n=2), open=True)])
@@ -193,7 +196,7 @@ def test_a_full_queue_is_said_so_and_recovers(model: PreTrainedModel, watch: Wat
 
 
 def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model: PreTrainedModel, watch: Watch) -> None:
-    """A step may be long, and a burst of long prompts arrives within one."""
+    """A burst of long prompts may arrive within a single long step."""
 
     async def scenario(engine: EngineCore) -> None:
         watch.stop_at(decodes(engine, 1))
@@ -213,7 +216,7 @@ def test_prompts_that_the_thread_has_not_seen_yet_count_with_their_tokens(model:
 
 
 def test_who_is_being_prefilled_does_not_count_as_waiting(model: PreTrainedModel, watch: Watch) -> None:
-    """Also while the step that admitted it is still under way: a step may be long."""
+    """This holds even while the step that admitted the request is still running, since a step may be long."""
 
     async def scenario(engine: EngineCore) -> None:
         watch.stop_at()

@@ -1,4 +1,4 @@
-"""Steps of unlike sequences: long and short together, shared beginnings, random company, against ``generate``."""
+"""Batches of different sequences get the answers of ``generate``: long and short, with shared beginnings, at random."""
 
 import asyncio
 import random
@@ -74,7 +74,7 @@ def test_long_and_short_sequences_decode_in_one_forward_and_pay_for_their_own_to
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_a_long_run_with_many_short_visitors_stays_right(family: str) -> None:
-    """Its windows pass page after page, which visitors take; they come and go meanwhile."""
+    """The long sequence's window frees page after page, which the short sequences use."""
     model = tiny_model(family, max_position_embeddings=1024)
     visitors = [(prompt_of(1 + 5 * i % 37, i), 1 + 7 * i % 40) for i in range(40)]
     expected = [reference(model, prompt, count) for prompt, count in visitors]
@@ -116,7 +116,7 @@ def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(mod
 def test_a_mixed_load_holds_hardly_more_than_the_keys_of_its_tokens(
     model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """At the default page size, after each step in which at least half of the places are taken."""
+    """With pages of the default size, measured after each step in which at least half of the places are taken."""
     chance, ratios = random.Random(3), list[float]()
     batcher = batcher_over(model, page_size=CPU_PAGE_SIZE, prefill_tokens=64, max_num_seqs=16)
     scheduler = batcher._scheduler
@@ -141,7 +141,7 @@ def test_a_mixed_load_holds_hardly_more_than_the_keys_of_its_tokens(
 
 
 def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrainedModel, watch: Watch) -> None:
-    """Each forward has the stream's next token in it, and at most ``chunked_prefill_size`` tokens of prompts."""
+    """Each forward computes the stream's next token, and at most ``chunked_prefill_size`` tokens of prompts."""
     ends = 16, 32, 512
 
     async def scenario(engine: EngineCore) -> None:
@@ -165,7 +165,7 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
 
 
 def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(model: PreTrainedModel, watch: Watch) -> None:
-    """A prompt token takes 2 ms here: about 20 of them fit into 50 ms, and all into an hour."""
+    """A prompt token takes 2 ms here, so about 20 of them fit into a target of 50 ms, and all into one of an hour."""
     prompts = [prompt_of(300, seed) for seed in range(2)]
     expected = [reference(model, prompt_of(5), 200), *(reference(model, prompt, 4) for prompt in prompts)]
 
@@ -220,7 +220,7 @@ def test_a_beginning_of_many_requests_at_once_is_computed_once_and_held_once(mod
     "family", ["llama", pytest.param("lfm2", marks=pytest.mark.long), pytest.param("gemma2", marks=_SLOW)]
 )
 def test_many_sequences_of_a_prompt_share_few_pages_and_are_preempted_rightly(family: str) -> None:
-    """Five answers to a prompt of 30 tokens, in memory for two of them apart."""
+    """Five answers to a prompt of 30 tokens run in memory that would hold only two of them without sharing."""
     model = tiny_model(family)
     prompt, other = prompt_of(30, 1), prompt_of(9, 2)
     expected, beside = reference(model, prompt, 25), reference(model, other, 40)
@@ -270,7 +270,7 @@ def _greedy(request: tuple[tuple[int, ...], int]) -> tuple[tuple[int, ...], obje
     "family", ["llama", *(pytest.param(each, marks=_SLOW) for each in ("gemma2", "lfm2", "gpt_oss", "qwen3_next"))]
 )
 def test_random_company(family: str, seed: int) -> None:
-    """Requests arrive, are cancelled, come in pieces and end at random, over a cache that holds only some of them."""
+    """Requests arrive, are cancelled, come in pieces and end at random, with a cache that holds only some of them."""
     model = tiny_model(family, max_position_embeddings=1024, seed=seed)
     chance = random.Random(f"{family} {seed}")
     prompts = [prompt_of(length, seed) for length in (1, 2, 5, 17, 30, 70, 300) for seed in range(2)]

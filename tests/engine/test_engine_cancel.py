@@ -1,4 +1,4 @@
-"""A stream that is closed frees its row and its cache at once, and nobody else notices."""
+"""Closing a stream frees its row and its cache at once, and does not affect other streams."""
 
 import asyncio
 import random
@@ -52,7 +52,7 @@ def test_close_frees_row_and_cache_and_leaves_the_others_alone(model: PreTrained
 
 
 def test_a_closed_row_is_in_no_forward_that_begins_later(model: PreTrainedModel, watch: Watch) -> None:
-    """Seen from inside the model, not from a counter of the engine."""
+    """Checked from inside the model rather than by a counter of the engine."""
 
     async def scenario(engine: EngineCore) -> None:
         watch.stop_at(decodes(engine, 2))

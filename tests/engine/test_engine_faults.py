@@ -1,4 +1,4 @@
-"""What a model raises fails the requests concerned and nobody else; if the thread dies, everybody is told."""
+"""An error in the model fails only the requests concerned; if the thread dies, all streams end with an error."""
 
 import asyncio
 import threading
@@ -51,7 +51,7 @@ def raise_on(token: int) -> Callable[[list[list[int]]], BaseException | None]:
 
 
 def forced(count: int, token: int) -> SamplingParameters:
-    """Answers with ``token`` alone."""
+    """Forces every token of the answer to be ``token``."""
     return greedy(count, logit_bias={token: 1e6})
 
 
@@ -237,7 +237,7 @@ def test_a_step_that_fails_for_all_ends_them_and_the_next_request_is_served(
 
 @pytest.mark.long
 def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTrainedModel, watch: Watch) -> None:
-    """Out of memory is like that: each row alone does."""
+    """Running out of memory is such a failure: each row fits when it runs alone."""
     expected = [reference(model, prompt_of(5, i), 60) for i in range(4)]
 
     async def scenario(engine: EngineCore) -> None:
@@ -255,7 +255,7 @@ def test_a_step_that_fails_only_for_the_whole_batch_ends_nobody(model: PreTraine
 def test_no_memory_for_the_pages_of_the_first_step_ends_its_requests_alone(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The allocation itself fails, in the middle of the layers."""
+    """The allocation itself fails, between two layers."""
     expected = reference(model, prompt_of(9, 1), 12)
     pool, calls = LayerPages._pool, 0
 
@@ -279,7 +279,7 @@ def test_no_memory_for_the_pages_of_the_first_step_ends_its_requests_alone(
 
 
 def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTrainedModel, watch: Watch) -> None:
-    """Two prompts begin alike and come in one step: the second reads pages that the first one's chunk writes."""
+    """Two prompts with the same beginning come in one step: the second reads pages that the first one writes."""
     shared = prompt_of(40, 3)
     expected = reference(model, (*shared, 7), 12)
 
@@ -304,9 +304,10 @@ def test_who_shares_the_pages_of_a_failed_prompt_is_computed_again(model: PreTra
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_who_shares_the_pages_of_a_prompt_with_nan_is_computed_again(family: str) -> None:
-    """These forwards spoil the tokens before a NaN too. The third prompt reads them in a step without logits of it.
+    """These forwards make the tokens before a NaN wrong, too. The third prompt reads them in a step that needs none of
+    its logits.
 
-    The first one is admitted before the others as it has the least work.
+    The first prompt is admitted before the others, since it has the least work.
     """
     model = tiny_model(family, tie_word_embeddings=False)
     with torch.no_grad():
@@ -336,7 +337,7 @@ def test_who_shares_the_pages_of_a_prompt_with_nan_is_computed_again(family: str
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("lfm2", marks=pytest.mark.long)])
 def test_answers_to_one_prompt_survive_the_failure_of_the_step_in_which_they_part(family: str) -> None:
-    """That step copies the page, or the states, from which they go on."""
+    """The failed step was to copy the page or the states with which each answer continues."""
     model = tiny_model(family)
     request = EngineRequest(prompt_of(6), greedy(12, n=3, temperature=1.0, seed=3))
     forward, failed_once = ModelForward(model, check_batching(model).way), threading.Event()
@@ -363,13 +364,13 @@ def test_answers_to_one_prompt_survive_the_failure_of_the_step_in_which_they_par
 
 
 def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedModel) -> None:
-    """A layer in the middle raises once: the layers before it have written, those behind it have not."""
+    """A middle layer raises once, when the layers before it have written to the cache and those behind it have not."""
     expected = [reference(model, prompt_of(6 + i, i), 20) for i in range(3)]
     batches = 0
     trial = False
 
     def fail_once(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """In one step of all three sequences, and then in the first that is tried alone."""
+        """Raises in one step of all three sequences, and then for the first sequence that is retried alone."""
         nonlocal batches, trial
         tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
         if tokens == 3:
@@ -398,7 +399,7 @@ def test_a_step_after_a_failed_one_starts_from_the_same_cache(model: PreTrainedM
 
 
 def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel, watch: Watch) -> None:
-    """No protocol lets such a temperature pass; here it shows that a row's error stays its own."""
+    """No protocol accepts this temperature; the test uses it to cause an error in one row."""
     expected = reference(model, prompt_of(9, 1), 30)
 
     async def scenario(engine: EngineCore) -> None:
@@ -421,9 +422,9 @@ def test_sampling_that_raises_fails_its_row_alone(model: PreTrainedModel, watch:
 def test_text_that_raises_fails_its_row_alone(
     tokenizer: Callable[[], PreTrainedTokenizerFast], model: PreTrainedModel, watch: Watch
 ) -> None:
-    """A tokenizer is somebody's program: one that cannot spell a token costs that answer only.
+    """The tokenizer may be anybody's code: if it cannot decode a token, only that answer fails.
 
-    The text is that of the bytes of the tokens, or that of ``decode``.
+    The test lets either the lookup of a token's bytes or ``decode`` raise.
     """
     expected = reference(model, prompt_of(9, 1), 30)
 
@@ -460,7 +461,7 @@ def test_text_that_raises_fails_its_row_alone(
 def test_a_backend_that_cannot_even_let_go_still_ends_every_stream(
     model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropping rows raises, too: the streams must not wait for what a broken cache will never do."""
+    """Even releasing the rows raises, and the streams must still end."""
 
     def broken(self: Scheduler, *args: Any, **options: Any) -> list[SequenceState]:
         raise torch.OutOfMemoryError("no memory")
@@ -515,7 +516,7 @@ def test_when_the_thread_dies_every_stream_is_told(model: PreTrainedModel, watch
 
 
 def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedModel) -> None:
-    """The engine ends between the question whether it lives and the handing over: nobody would ever answer."""
+    """The engine ends after it was found alive and before it gets the request, which nobody would answer."""
 
     class Late(tuple):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[int]:
@@ -532,7 +533,7 @@ def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedM
 
 @pytest.mark.long
 def test_no_submit_is_lost_while_the_thread_ends(model: PreTrainedModel) -> None:
-    """Submits race with the end of the thread: each is refused or gets its last event, none waits for ever."""
+    """Submits race with the end of the thread: each is refused or gets its last event, and none waits for ever."""
 
     async def scenario() -> None:
         for _ in range(15):

@@ -1,4 +1,4 @@
-"""A prompt that comes in pieces waits until it is whole, and is answered as if it had come at once."""
+"""A prompt that comes in pieces waits until it is complete, and is answered as if it had come at once."""
 
 import asyncio
 import random
@@ -177,7 +177,7 @@ def test_an_idle_open_prompt_costs_no_processor_time_and_holds_nobody_up(model: 
 
 
 def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedModel) -> None:
-    """However many others come and go before it is sealed."""
+    """Many other requests come and go before the prompt is sealed."""
     expected = reference(model, prompt_of(6), 3)
 
     async def scenario(engine: EngineCore) -> None:
@@ -198,7 +198,7 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
 
 @pytest.mark.long
 def test_paused_prompts_take_no_place_and_no_memory_that_others_need(model: PreTrainedModel) -> None:
-    """As many as there are places, with prompts that fill the cache."""
+    """There are as many paused prompts as places, and they are long enough to fill the cache."""
     prompt, long = prompt_of(9, 1), prompt_of(150, 2)
     expected, expected_long = reference(model, prompt, 12), reference(model, long, 12)
 
@@ -246,7 +246,7 @@ def test_open_prompts_are_bounded_and_leave_the_queue_to_others(model: PreTraine
 
 
 def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrainedModel) -> None:
-    """A slow sender has not waited for a place."""
+    """The time that a slow sender needs is not time in the queue."""
 
     async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
@@ -261,7 +261,7 @@ def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrained
 
 
 def one_sequence(model: PreTrainedModel, length: int) -> int:
-    """Bytes of cache for a single sequence of so many tokens."""
+    """The bytes of cache that a single sequence of ``length`` tokens needs."""
     spec = check_batching(model).spec
     assert spec is not None
     return replace(spec, page_size=4).sequence_bytes(length)

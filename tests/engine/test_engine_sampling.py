@@ -1,4 +1,4 @@
-"""Sampling, ends and counts as a client of the engine sees them."""
+"""Sampling, finish reasons and token counts as a client of the engine sees them."""
 
 import asyncio
 import math
@@ -164,7 +164,7 @@ def test_the_text_leaves_the_ending_token_out_unless_asked(model: PreTrainedMode
 
 
 def test_no_stop_string_ends_an_answer_before_min_tokens(model: PreTrainedModel) -> None:
-    """Nor one that begins in those tokens: it was part of the answer when it was said."""
+    """Nor does a stop string end the answer later if it begins within those tokens, which were already sent as text."""
     said = spelled("ab ab ab ab ab ")
     with running(model) as engine, dictated(model, said, prompt=5):
         params = greedy(15, min_tokens=7, stop=("ab",))
@@ -302,7 +302,7 @@ def test_usage_counts_tokens_and_times(model: PreTrainedModel, serial: bool) -> 
 
 
 def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:
-    """A model's embedding is often padded beyond its vocabulary."""
+    """A model's embedding often has more rows than its tokenizer has tokens."""
     wide = tiny_model("llama", vocab_size=VOCAB + 61, tie_word_embeddings=False)
     with torch.no_grad():
         wide.lm_head.weight[VOCAB:] *= 50

@@ -1,4 +1,4 @@
-"""What a reader is told: whole characters, in order, merged when it lags."""
+"""The events that a reader gets: whole characters, in order, merged when the reader lags."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ async def events_of(engine: EngineCore, prompt: tuple[int, ...], params: Samplin
 
 
 def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
-    """For ``Watch.fail``: each forward waits until the readers on the loop have taken the events before it."""
+    """For ``Watch.fail``: each forward waits until the readers on the loop have received all earlier events."""
 
     async def turns() -> None:
         for _ in range(3):
@@ -46,7 +46,7 @@ def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
 
 
 def ended(late: Mailbox, sequences: int) -> bool:
-    """Whether the last events of all sequences wait for their reader."""
+    """Returns whether the last events of all sequences are waiting for their reader."""
     waiting = late._pending.values()
     return len(waiting) == sequences and all(events[-1].finish_reason is not None for events in waiting)
 
@@ -123,7 +123,7 @@ def test_a_sequence_that_ends_otherwise_has_no_stop_reason(model: PreTrainedMode
 
 @pytest.mark.long
 def test_a_reader_that_lags_gets_fewer_events_of_bounded_size_and_the_same_text(model: PreTrainedModel) -> None:
-    """A token is a character here: every event shows whether both, and log-probabilities, have stayed together."""
+    """Each token is one character, so every event shows whether text, tokens and log-probabilities stay together."""
     ids = spelled("The quick brown fox jumps over the lazy dog. ") * 5
     params = SamplingParameters(max_tokens=200, ignore_eos=True, logprobs=True, top_logprobs=2, n=2)
 
@@ -197,7 +197,7 @@ def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: P
 
 
 def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTrainedModel) -> None:
-    """A stop string that nearly comes holds back all of its length."""
+    """Text that begins like a long stop string is held back until it differs from it."""
     said = "a" * 200
     params = SamplingParameters(
         max_tokens=200, ignore_eos=True, logprobs=True, top_logprobs=20, stop=("a" * 199 + "b",)
@@ -212,7 +212,7 @@ def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTra
 
 @pytest.mark.long
 def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel, watch: Watch) -> None:
-    """One stream is never read; another one ends all the same, and so does the first."""
+    """One stream is never read, and both it and another stream end."""
 
     async def scenario(engine: EngineCore) -> None:
         watch.fail = in_step_with(asyncio.get_running_loop())
@@ -226,7 +226,7 @@ def test_the_engine_does_not_wait_for_a_reader(model: PreTrainedModel, watch: Wa
 
 
 def test_every_event_suspends_its_reader(model: PreTrainedModel) -> None:
-    """Also with events at hand: a reader that never waits would hold up all other tasks of its loop."""
+    """A reader that always finds events would otherwise never wait, and would block all other tasks of its loop."""
 
     async def scenario(engine: EngineCore) -> None:
         stream = engine.submit([EngineRequest(prompt_of(5, i), greedy(3), first_index=i) for i in range(8)])

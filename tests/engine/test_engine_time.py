@@ -40,7 +40,7 @@ PROMPT = [7, 8, 9]
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    """Slow enough (20 ms a token at least) that a deadline can fall into the middle of an answer."""
+    """A model that takes at least 20 ms for each token, so that a deadline can expire in the middle of an answer."""
     model = tiny_model()
     model.get_input_embeddings().register_forward_hook(lambda *_: time.sleep(0.02))
     return model
@@ -156,9 +156,9 @@ def test_draining_refuses_newcomers_lets_streams_go_on_and_ends_them_when_told(
 
 
 class Killer:
-    """A real hook on a real module that ends the engine's thread as a failing interpreter would.
+    """A hook that ends the engine's thread in the middle of a forward, as a failing interpreter would.
 
-    ``forwards`` counts down to the one that does not return; 0: all do.
+    ``forwards`` counts down to the forward that does not return; with 0, all return.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -201,7 +201,7 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
 
 
 def test_the_cache_of_a_dead_batcher_is_free_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU has no room for two of them."""
+    """A GPU would have no room for two caches."""
     monkeypatch.setattr(core.logger, "disabled", True)  # a log record that pytest keeps holds the frames
     model, left = tiny_model(), []
     killer, batcher = Killer(model), batcher_of("batched", model)

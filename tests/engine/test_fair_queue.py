@@ -1,4 +1,4 @@
-"""The order in which waiting requests are tried: priorities, fair shares, and nobody overtaken for ever. Torch-free."""
+"""The order in which waiting requests are tried: priorities, fair shares, and no endless overtaking. Needs no torch."""
 
 from __future__ import annotations
 

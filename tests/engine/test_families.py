@@ -1,4 +1,4 @@
-"""Token for token: every family, with requests that join and leave mid-flight, against one-by-one ``generate``."""
+"""In every family, requests that join and leave at any time get the tokens of ``generate`` for each prompt alone."""
 
 import asyncio
 from dataclasses import replace
@@ -35,7 +35,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 async def staggered(engine: EngineCore) -> list[list[int]]:
-    """Each request begins when the one before it has had time for a step or two, so that all of them overlap."""
+    """Starts each request a step or two after the one before, so that all of them overlap."""
 
     async def one(number: int, length: int, count: int) -> list[int]:
         for _ in range(1000):
@@ -68,7 +68,7 @@ async def beginning_alike(engine: EngineCore, prompts: list[list[int]], count: i
 @pytest.mark.long
 @fast("llama", "gemma3_text", "bloom", "qwen3_next", "jamba")
 def test_preempted_sequences_and_found_prefixes_get_the_tokens_they_get_alone(family: str) -> None:
-    """Six prompts of up to 34 tokens that begin alike, and later again: pages for two sequences of 60, three states."""
+    """Six prompts of up to 34 tokens share a beginning, and come twice; memory suffices for two sequences of 60."""
     model = make(family)
     findings = check_batching(model)
     assert findings.spec is not None
@@ -119,7 +119,7 @@ def test_families_that_keep_state_elsewhere_are_found_out_and_served_serially(fa
 
 
 def test_a_wrong_model_is_found_out() -> None:
-    """The check must see a model whose rows disturb each other, or it proves nothing."""
+    """The comparison must find a model whose rows influence each other; otherwise it proves nothing."""
     model = make("llama")
     original = model.model.layers[1].forward
 

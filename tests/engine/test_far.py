@@ -1,4 +1,4 @@
-"""The check at load sees what goes wrong beyond a length that the config names, and costs nothing where none is."""
+"""The check at load finds errors beyond a length that the config names, and costs nothing if it names none."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_sound_model_passes(family: str, changes: dict[str, Any], dtype: torch
 
 
 class Changed(GatheredAttention):
-    """An attention with other options than it is called with."""
+    """An attention that changes the options of each call."""
 
     def __init__(self, change: Callable[[AttentionOptions], AttentionOptions]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Changed(GatheredAttention):
 
 
 def attending(off: int) -> PagedAttention:
-    """An attention whose window is off by some columns."""
+    """Returns an attention whose window or chunk is off by ``off`` tokens."""
 
     def change(options: AttentionOptions) -> AttentionOptions:
         if options.window is not None:
@@ -121,7 +121,7 @@ def test_a_far_window_or_chunk_that_is_off_by_one_is_found_out(
 
 
 class Narrow(NativeForward):
-    """Kernels whose window is off by some columns."""
+    """Kernels whose window is one token too narrow."""
 
     off = -1
 
@@ -148,7 +148,7 @@ def test_kernels_with_a_far_window_that_is_off_by_one_are_found_out(
 
 
 def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> None:
-    """As of a kernel that works in blocks of 256 keys."""
+    """Such a mistake could come from a kernel that works in blocks of 256 keys."""
     model, narrow = tiny_model(max_position_embeddings=512), Changed(lambda options: replace(options, window=256))
     with torch.inference_mode():
         problem = check_forward(model, ModelForward(model, attention=narrow))
@@ -156,7 +156,7 @@ def test_a_mistake_after_many_keys_is_found_out_where_no_length_is_named() -> No
 
 
 class Scaled(ModelForward):
-    """A forward that moves the new tokens of all sequences when one of them is beyond the length."""
+    """A forward that changes the new tokens of all sequences if one of them is longer than the length."""
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
         if max(each.length for each in batch.sequences) > LENGTH:
@@ -173,7 +173,7 @@ def test_a_forward_that_goes_wrong_beyond_a_length_is_found_out() -> None:
 
 
 def test_a_row_that_a_far_one_disturbs_is_found_out() -> None:
-    """Some models scale the positions of all rows by the longest."""
+    """Some models scale the positions of all rows by the longest row."""
     model = tiny_model(**LLAMA_3)
 
     def shift_the_others(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -189,7 +189,7 @@ def test_a_row_that_a_far_one_disturbs_is_found_out() -> None:
 
 
 def calls_of(model: PreTrainedModel, check: Callable[[], object]) -> list[int]:
-    """The number of tokens of each call of the model."""
+    """Returns the number of tokens in each call of the model."""
     calls: list[int] = []
     hook = model.get_input_embeddings().register_forward_pre_hook(lambda module, args: calls.append(args[0].numel()))
     with torch.inference_mode():
@@ -206,7 +206,7 @@ def calls_of_the_check(model: PreTrainedModel, room: int | None = None) -> list[
 
 
 def test_a_length_costs_five_short_calls_and_none_where_none_is_named() -> None:
-    """The short sequence over transformers' own cache and the tokens after it once, and three steps of ours."""
+    """Two calls compute a short sequence and the tokens after it in transformers' cache; three are steps of ours."""
     plain, named = calls_of_the_check(tiny_model()), calls_of_the_check(tiny_model(**LLAMA_3))
     beyond = calls_of_the_check(tiny_model(**LLAMA_3, max_position_embeddings=LENGTH))
     assert len(named) == len(plain) + 5

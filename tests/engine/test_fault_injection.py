@@ -1,4 +1,4 @@
-"""The fault switch: it does what it says, at the call it says, and nothing without being asked."""
+"""The fault switch causes the fault it names, at the call it names, and does nothing unless it is set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_fault_happens_at_the_call_it_names(faults: str, tokens: int) -> None:
 
 
 def test_the_sequence_that_fails_in_each_half_ends_alone() -> None:
-    """The fifth step of eight sequences raises, then its first four, then the first two, then the first one."""
+    """The step of all eight sequences raises, and so do the retries of its first four, first two, and first one."""
     model = tiny_model()
     requests = [EngineRequest((*PROMPT, 7 + index), greedy(10), index) for index in range(8)]
     faults = read_faults({VARIABLE: ",".join(f"decode:{call}:raise" for call in range(5, 9))})

@@ -1,4 +1,4 @@
-"""What attends in transformers' forward: by the devices of the pages, and the same on all ranks."""
+"""The choice of attention for transformers' forward depends on the pages' devices, and is equal on all ranks."""
 
 import asyncio
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def _inference() -> Iterator[None]:
 
 @pytest.mark.parametrize("names", [["cuda:0"], ["cuda:0", "cuda:1"]])
 def test_layers_on_several_gpus_attend_as_those_on_one(names: list[str], tmp_path: Path) -> None:
-    """The layers of this model are on a CPU, in float32: varlen attention refuses them by name."""
+    """The model's layers are on a CPU, in float32; the refusal shows that varlen attention was tried."""
     model = tiny_model("llama")
     findings = check_batching(model)
     spec = findings.specs[torch.device("cpu")]

@@ -1,4 +1,4 @@
-"""Whatever a model's generation config asks for: the answer is that of ``generate``, or the load names it."""
+"""Whatever a model's generation config sets, the answer is that of ``generate``, or the load refuses it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: converted once, never seen half-written, and the same model where the cache cannot be written."""
+"""GGUF files are converted once and never seen half-written; if the cache cannot be written, the model is the same."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_a_killed_process_left_is_neither_used_nor_kept(gguf_file: Path, tm
 
 
 def test_conversions_that_nobody_uses_do_not_stay_for_ever(gguf_file: Path, tmp_path: Path) -> None:
-    """Each version of transformers and each dtype makes its own; a user's other folders are not ours to remove."""
+    """Each version of transformers and each dtype has its own conversion. Other folders of the user are not removed."""
     old, used = (converted_folder(gguf_file, tmp_path, dtype) for dtype in ("float32", "float16"))
     assert old is not None and used is not None
     foreign = tmp_path / "foreign-0123456789abcdef"
@@ -135,7 +135,7 @@ def test_a_conversion_tells_what_it_does(gguf_file: Path, tmp_path: Path, caplog
 
 
 def test_a_conversion_parses_the_header_once(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds for each time: the tokens of a real vocabulary are parsed one by one."""
+    """Parsing takes seconds each time, as the tokens of a real vocabulary are parsed one by one."""
     parsed = []
     parse = gguf.GGUFReader._build_fields
     monkeypatch.setattr(gguf.GGUFReader, "_build_fields", lambda *of: parsed.append(of) or parse(*of))

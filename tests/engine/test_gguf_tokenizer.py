@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file cuts and joins text as the file says, or the load fails and names the key."""
+"""The tokenizer of a GGUF file splits and joins text as the file says, or the load fails and names the key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "
 
 
 def write(path: Path, model: str, tokens: Sequence[str], **keys: Any) -> Path:
-    """A file that has a tokenizer alone. ``keys``: those of ``tokenizer.ggml``."""
+    """Writes a file that has only a tokenizer. ``keys`` are those under ``tokenizer.ggml``."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -79,7 +79,7 @@ def test_a_way_to_cut_that_is_not_known_is_refused(keys: dict[str, str], said: s
 def test_a_text_begins_with_the_token_that_the_file_asks_for(
     keys: dict[str, Any], begins: bool, tmp_path: Path
 ) -> None:
-    """Llama 3's files of 2024 do not ask for it, and mean it."""
+    """Llama 3's files of 2024 lack the key, but need the token."""
     ids = load_gguf_tokenizer(byte_level(tmp_path / "m.gguf", **keys))("a")["input_ids"]
     assert (ids[0] == 0) == begins
 

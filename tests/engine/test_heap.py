@@ -1,4 +1,4 @@
-"""What a load has freed goes back to the system."""
+"""Memory that a load has freed is returned to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The container's share of the machine, read from cgroup files of both versions."""
+"""The container's limits of cores and memory, read from cgroup files of both versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model files that were made to do harm: every load ends in seconds with an error of ours, and the process goes on."""
+"""Malicious model files: every load ends within seconds with an error of this package, and the process goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.tiny_gguf import write_tiny_gguf
     [pytest.param(1, id="some", marks=pytest.mark.long), pytest.param(300, id="many", marks=pytest.mark.slow)],
 )
 def test_hostile_files_end_in_errors_of_ours(examples: int, tiny_model: Path, tmp_path: Path) -> None:
-    """Headers of GGUF and safetensors files, configs and tokenizers, so many of each."""
+    """Loads ``examples`` each of GGUF headers, safetensors headers, configs and tokenizers."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     gguf_file = write_tiny_gguf(tmp_path / "tiny.gguf")
     command = [sys.executable, "-m", hostile_files.__name__, str(folder), str(gguf_file), str(examples)]

@@ -1,4 +1,4 @@
-"""What a process imports and holds once the embedded model is loaded with packed weights."""
+"""Which modules and how much memory a process has after it has loaded the embedded model with packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels are taken: those of the wheel that suit the CPU best, else those that are compiled here."""
+"""Which kernels are used: the wheel's variant that suits the CPU best, or kernels that are compiled here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_variants = pytest.mark.skipif(len(runnable()) < 2, reason="this CPU runs f
 
 
 def opened(path: Path) -> str:
-    """The content of a library that stands for one; an empty one is of no use here."""
+    """Returns the content of a file that stands for a library; an empty one does not load here."""
     text = path.read_text()
     if not text:
         raise NoKernels("it is for another C library")
@@ -27,7 +27,7 @@ def opened(path: Path) -> str:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """The folder that a wheel brings: the content of each library is the name of its variant."""
+    """A folder with prebuilt libraries as in a wheel: the content of each is the name of its variant."""
     folder = tmp_path / "prebuilt"
     folder.mkdir()
     for variant in VARIANTS:
@@ -81,7 +81,7 @@ def test_a_model_is_not_loaded_with_other_kernels_than_the_named_ones(
 def test_what_the_wheel_lacks_is_compiled_with_the_options_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler writes its options where its library would be."""
+    """The compiler is a script that writes its options to the output file."""
     compiler = tmp_path / "c++"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nfor last; do :; done\necho "$@" > "$last"\n')
     compiler.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A function in a process of its own: its result, its errors, its log lines, and the ends of both processes."""
+"""Runs a function in a separate process: its result, its errors, its log lines, and the end of either process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ in_process(wait_for_ever, sys.argv[1])
 
 
 def test_the_result_comes_back_and_the_log_lines_are_logged_here(caplog: pytest.LogCaptureFixture) -> None:
-    """Output to stdout, which carries the messages, does not disturb them."""
+    """Messages are sent over stdout; other output to stdout does not disturb them."""
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
         assert in_process(doubled, [1, 2]) == [2, 4]
     assert caplog.record_tuples == [
@@ -138,7 +138,7 @@ def _until(holds: object) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs. A zombie, which nobody has waited for, does not."""
+    """Returns whether a process is running; a zombie is not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Loads that fail because of their files: the error names the damaged file, or says what kind of model it is."""
+"""Loads that fail because of the model's files: the error names the damaged file, or says what kind of model it is."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _POINTER = (
 
 @pytest.fixture
 def folder(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model that a test may spoil."""
+    """A copy of the tiny model that a test may change."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def refusal(place: Path, cache: Path, **extra: str) -> str:
-    """The error of a load, one line."""
+    """Returns the error of a load, which must be one line."""
     with pytest.raises(LoadFailed) as error:
         resolved = parse_settings(str(place), {"cache_dir": str(cache), **extra}, environ={})
         build_engine(resolved, resources=ProcessResources())
@@ -42,7 +42,7 @@ def refusal(place: Path, cache: Path, **extra: str) -> str:
 
 
 def cut(file: Path, share: float) -> tuple[int, int]:
-    """Leaves the beginning of the file; returns its bytes before and after."""
+    """Truncates the file; returns its size in bytes before and after."""
     whole = file.read_bytes()
     file.write_bytes(whole[: int(len(whole) * share)])
     return len(whole), int(len(whole) * share)
@@ -87,7 +87,7 @@ def test_a_file_that_is_something_else_is_named(
     "extra", [{}, pytest.param({"weights": "packed"}, marks=pytest.mark.slow)], ids=["dense", "packed"]
 )
 def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, extra: dict[str, str]) -> None:
-    """The model would be built layer by layer before a weight is looked for."""
+    """Otherwise the model would be built layer by layer before any weight is looked up."""
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     data = bytearray(file.read_bytes())
     place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
@@ -98,7 +98,7 @@ def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, ex
 
 
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, kernel_cache: Path) -> None:
-    """transformers would load these weights into ``BertLMHeadModel``, whose answers have no sense."""
+    """transformers would load these weights into ``BertLMHeadModel``, whose answers make no sense."""
     config = BertConfig(
         vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
@@ -156,7 +156,7 @@ _BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}
 def test_a_tokenizer_over_which_its_library_would_panic_is_refused(
     folder: Path, tmp_path: Path, fields: dict[str, object], says: str
 ) -> None:
-    """A panic of a Rust library is no Exception."""
+    """The panic of a Rust library is no ``Exception``."""
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
     assert says in refusal(folder, tmp_path)
@@ -170,7 +170,7 @@ def test_json_that_a_library_finds_nested_too_deeply_is_named(folder: Path, tmp_
 def test_a_hub_id_is_refused_at_once_where_the_hub_cannot_be_reached(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """huggingface_hub tries five times for each of several files, which takes two minutes."""
+    """Without this check, huggingface_hub tries each of several files five times, which takes two minutes."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""Loading: what the model's files say, what the settings overlay, where the layers go, and why a load fails."""
+"""Loading a model: what its files set, what the settings override, where the layers are placed, and why loads fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.tiny import load_model
 
 @pytest.fixture
 def folder(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model that a test may spoil."""
+    """A copy of the tiny model that a test may change."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
@@ -58,7 +58,7 @@ def test_a_folder_is_ready_to_generate(tiny_model: Path) -> None:
 
 
 def test_the_output_embeddings_get_contiguous_states(tiny_model: Path) -> None:
-    """Torch copies the whole matrix for each other call."""
+    """Otherwise torch copies the whole matrix in each call."""
     model = load(tiny_model).model
     seen = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
@@ -220,7 +220,7 @@ def test_a_pickle_that_holds_code_does_not_run_it_even_if_pickles_are_allowed(fo
 
 
 class _Harmful:
-    """Writes a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

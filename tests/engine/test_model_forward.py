@@ -1,4 +1,4 @@
-"""A transformers model over pages: layers in several places and dtypes, and models that take other arguments."""
+"""transformers' models over pages: layers with several devices and dtypes, and models that accept other arguments."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ PROMPTS = [prompt_of(5), prompt_of(12, 3), prompt_of(9, 5)]
 
 
 def answers(model: PreTrainedModel, way: Way = Way.PACKED) -> list[list[int]]:
-    """Six tokens to each prompt: two of them begin together, the third joins them, in two chunks."""
+    """Returns six tokens for each prompt. Two prompts begin together; the third joins them, in two chunks."""
     driver = PageDriver(model, way, 4)
     a, b, c = (driver.join(prompt) for prompt in PROMPTS)
     driver.step([(a, 5), (b, 12)])
@@ -30,9 +30,9 @@ def answers(model: PreTrainedModel, way: Way = Way.PACKED) -> list[list[int]]:
 
 
 class OtherDtype(ModelHook):  # type: ignore[misc]
-    """Takes a layer's inputs to its dtype and its output back, as accelerate's hook does with devices.
+    """Casts a layer's inputs to its dtype and its output back, as accelerate's hook moves them between devices.
 
-    Torch refuses to mix dtypes as it refuses to mix devices, of which a CPU has one.
+    A CPU is only one device; torch refuses to mix dtypes as it refuses to mix devices.
     """
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_model_that_returns_the_logits_of_all_tokens(way: Way) -> None:
 
 @pytest.mark.parametrize("way", [Way.PACKED, Way.ROWS])
 def test_a_model_that_keeps_a_number_of_last_logits(way: Way) -> None:
-    """A tensor of places would be taken for a number: its code slices with it."""
+    """The model's code slices with this argument, so it must get a number rather than a tensor of positions."""
     model = tiny_model("llama")
     expected = [reference(model, prompt, 6) for prompt in PROMPTS]
 
@@ -116,7 +116,7 @@ def test_a_model_that_keeps_a_number_of_last_logits(way: Way) -> None:
 
 
 def test_the_logits_of_no_token_are_none() -> None:
-    """A step of chunks in the middle of prompts wants none."""
+    """A step with only middle chunks of prompts needs no logits."""
     driver = PageDriver(tiny_model("llama"), Way.PACKED, 4)
     a, b = driver.join(PROMPTS[0]), driver.join(PROMPTS[1])
     assert driver.step([(a, 2), (b, 3)], wanted={0: 0, 1: 0}).shape == (0, 259)
@@ -124,8 +124,10 @@ def test_the_logits_of_no_token_are_none() -> None:
 
 
 def test_the_rows_of_a_tied_head_are_chosen_on_the_device_of_the_last_norm() -> None:
-    """On a map over two GPUs a tied head is on the embedding's, here a device without memory. GPUs refuse an index on
-    another GPU."""
+    """If layers are mapped to two GPUs, a tied head is on the GPU of the embedding, here a device without memory.
+
+    A GPU refuses an index that is on another GPU.
+    """
     model, seen = tiny_model("llama"), []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["logits_to_keep"].device), with_kwargs=True)
     head, meta = model.get_output_embeddings(), torch.device("meta")

@@ -1,4 +1,4 @@
-"""Sampled answers of real models to twenty JSON schemas: each that ends by itself is valid."""
+"""Real models sample answers to twenty JSON schemas; each answer that ends by itself is valid."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _answers(built: BuiltEngine, name: str, count: int, seed: int = 0) -> list[t
 
 
 def _check(name: str, answers: list[tuple[str, FinishReason | None]]) -> int:
-    """Returns how many answers were cut off."""
+    """Checks the answers that ended by themselves. Returns how many were cut off."""
     schema = SCHEMAS[name]
     long = 0
     for text, reason in answers:

@@ -1,4 +1,4 @@
-"""Our own kernels against transformers: the same tokens in float32, no worse logits in bfloat16, and no way round."""
+"""Our kernels against transformers: equal tokens in float32, logits no worse in bfloat16; other models are refused."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("gate", [-500.0, -90.0, -12.0, 12.0, 90.0, 500.0])
 def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) -> None:
-    """Past e^88 float32 overflows: an activation that loses its exponential there lets a shut gate through."""
+    """float32 overflows beyond e^88; an activation that overflows would open a gate that should be shut."""
     model = tiny_model("llama", hidden_act=activation, mlp_bias=True)
     with torch.inference_mode():
         for layer in model.model.layers:
@@ -112,7 +112,7 @@ def test_a_far_gate_is_shut_or_open(activation: str, gate: float, folder: Path) 
 def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(
     family: str, chunk: int, folder: Path
 ) -> None:
-    """600 tokens: past the 512 of one call, the 256 keys of a block and, for mistral, past a window of 45."""
+    """600 tokens exceed the 512 of one call, a block of 256 keys and, for mistral, the window of 45."""
     changes = {"sliding_window": 45} if family == "mistral" else {}
     model = tiny_model(family, max_position_embeddings=4096, **changes)
     ids = prompt_of(600, 1)
@@ -147,7 +147,7 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
 def test_a_step_without_memory_leaves_the_forward_as_it_was(
     lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is none for another cache, whose pages have another size, or for more rows of logits."""
+    """Memory is lacking for a cache with pages of another size, or for more rows of logits."""
     model = tiny_model()
     other = PagedCache(CacheLayout(model.config), 8, [2**44], 0)
 
@@ -216,7 +216,7 @@ def test_once_taken_the_models_own_weights_are_gone(folder: Path) -> None:
 def test_kernels_that_compute_something_else_are_found_out(
     dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rotation by the wrong position stands for any mistake; the model must stay usable."""
+    """A rotation by the wrong position stands for any mistake; the model must stay usable without the kernels."""
     model = tiny_model().to(dtype)
 
     class Wrong(NativeForward):
@@ -232,7 +232,7 @@ def test_kernels_that_compute_something_else_are_found_out(
 
 
 def in_company(model: PreTrainedModel, forward_of: Callable[[int], Forward]) -> list[torch.Tensor]:
-    """A row's logits among 1 to 40 rows that it has nothing to do with; ``forward_of`` takes a number of threads."""
+    """Returns a row's logits in steps with 1 to 40 unrelated rows. ``forward_of`` gets the number of threads."""
     seen: list[torch.Tensor] = []
     with torch.inference_mode():
         for threads, rows in ((1, 1), (2, 1), (2, 2), (3, 7), (2, 13), (4, 32), (4, 40)):
@@ -253,7 +253,7 @@ def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(dtype: tor
 
 
 def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder: Path) -> None:
-    """Threads that are put aside in the middle of a step must neither lose a piece nor do one of another step."""
+    """Threads descheduled in the middle of a step must neither skip a piece of it nor compute one of another step."""
     model = tiny_model()
     seen: set[bytes] = set()
     with torch.inference_mode():
@@ -266,7 +266,7 @@ def test_many_steps_with_more_threads_than_cores_all_come_to_the_same_end(folder
 
 
 def test_an_exception_of_the_kernels_keeps_its_message(folder: Path) -> None:
-    """Of C++'s own containers, whatever a system calls it: weights are packed on a negative number of threads."""
+    """Packing with a negative number of threads raises an error of C++'s containers, whose text varies."""
     message = r"packing weights failed in the kernels: .*vector"
     with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=message):
         NativeForward(tiny_model(), KernelOptions(-1, folder))

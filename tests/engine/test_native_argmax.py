@@ -1,4 +1,4 @@
-"""The kernels find each row's first largest logit, and sequences get the tokens that they get without it."""
+"""The kernels return the index of each row's first largest logit, and sequences get the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.engine.tiny_models import tiny_model
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_argmax_is_that_of_the_logits(vocab_size: int, kind: str, threads: int, folder: Path) -> None:
-    """Of any number of rows, with ties, NaN and infinities; 259 and 1031 leave columns of padding."""
+    """Steps have any number of rows, with ties, NaN and infinities; 259 and 1031 tokens need columns of padding."""
     model = tiny_model("llama", vocab_size=vocab_size, tie_word_embeddings=False)
     give_ties_and_infinities(model, infinite=kind != "int8")
     model = model.to(torch.float32 if kind == "float32" else torch.bfloat16)
@@ -46,7 +46,7 @@ def test_the_argmax_is_that_of_the_logits(vocab_size: int, kind: str, threads: i
 
 
 def test_logits_below_zero_lose_to_no_padding(folder: Path) -> None:
-    """Columns of padding have the logit 0."""
+    """The padding's logits are 0."""
     model = tiny_model("llama", vocab_size=259, tie_word_embeddings=False)
     model.get_output_embeddings().weight.data.zero_()
     model.get_output_embeddings().weight.data[:, 0] = torch.linspace(1, 2, 259)
@@ -57,7 +57,7 @@ def test_logits_below_zero_lose_to_no_padding(folder: Path) -> None:
 
 
 class Bare:
-    """A forward that does not say which logits are the largest, and draws no tokens."""
+    """A forward whose logits have neither the largest indices nor draws."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -67,7 +67,7 @@ class Bare:
 
 
 class Noted:
-    """Notes the token ids that the forward's draws decide."""
+    """Records the token ids that the forward's draws have chosen."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -90,7 +90,7 @@ def sampled(**changes: Any) -> SamplingParameters:
 
 
 def test_all_sequences_get_the_tokens_that_they_get_from_torch_alone(folder: Path) -> None:
-    """Greedy rows beside sampled, edited, constrained and drafted ones, and beside a prompt in chunks."""
+    """Greedy rows run beside sampled, edited, constrained and drafted ones, and beside a prompt in chunks."""
     model = tiny_model("llama")
     constraint = Constraint(ConstraintKind.REGEX, "hello [a-e]{9}", "field")
     compiled = TextCodec(byte_tokenizer()).submit(constraint).result()
@@ -131,7 +131,7 @@ def test_all_sequences_get_the_tokens_that_they_get_from_torch_alone(folder: Pat
 
 @pytest.mark.parametrize("beyond", ["large", "NaN"])
 def test_logits_beyond_the_tokenizer_change_no_token(beyond: str, folder: Path) -> None:
-    """The kernels compare the logits of all 288 rows of the head; the tokenizer has 200 ids."""
+    """The kernels compare the logits of all 288 rows of the head, while the tokenizer has only 200 ids."""
     model = tiny_model("llama", tie_word_embeddings=False)
     with torch.inference_mode():
         findings = check_batching(model)

@@ -1,5 +1,7 @@
-"""Attention by our kernels over pages, for models whose forward is transformers': the reference's results, on any
-threads, and a way round where they are not to be had."""
+"""Our attention kernels over pages, for models with transformers' forward.
+
+They give the reference's results with any number of threads, and leave to torch what they cannot compute.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +92,9 @@ def test_any_number_of_sequences_is_attended_to_at_once(count: int, native: Nati
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_near_the_ends_of_their_type_pass(dtype: torch.dtype, native: NativeAttention) -> None:
-    """The largest, subnormal, infinite values and NaN come out as the reference has them.
+    """The largest, subnormal and infinite values and NaN give the reference's results.
 
-    Units that multiply bf16 take subnormal ones for zeros.
+    Units that multiply bfloat16 numbers treat subnormal ones as zeros.
     """
     case = Case([(0, 1)] * 7, dtype=dtype, dims=(1, 1, 16, 16))
     assert case.layer.values is not None
@@ -129,7 +131,7 @@ def test_the_number_of_threads_and_other_sequences_change_no_bit(native: NativeA
 
 
 def test_several_python_threads_attend_at_once(native: NativeAttention) -> None:
-    """As the stages of a pipeline do, each with a number of threads of its own."""
+    """Stages of a pipeline do so, each with its own number of threads."""
     cases = [Case(MIXED[number:], dtype=dtype) for number in range(3) for dtype in (torch.float32, torch.bfloat16)]
     expected = [case.run(native) for case in cases]
     wrong: list[int] = []
@@ -232,7 +234,7 @@ def test_types_that_the_kernels_do_not_know_are_attended_to_otherwise(folder: Pa
 
 
 def test_pages_between_which_other_layers_have_theirs_are_used_otherwise(folder: Path) -> None:
-    """As ``PagedCache.reserve`` makes them."""
+    """``PagedCache.reserve`` makes such pages."""
     case, native = Case(), NativeAttention(folder)
     expected, key = case.run(GatheredAttention()), torch.randn(2, 2, 64)
     assert case.layer.keys is not None and case.layer.values is not None
@@ -317,7 +319,7 @@ def test_kernels_that_attend_to_something_else_are_found_out(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A neglected option stands for any mistake."""
+    """An option that is ignored stands for any mistake."""
     model = tiny_model("gpt_oss" if "sinks" in change else "gemma2").to(dtype)
     assert chosen(model, folder).candidate is not None
 

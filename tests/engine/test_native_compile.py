@@ -1,4 +1,4 @@
-"""Compiling the kernels: once, kept whole, and every failure is one line that says why, and no crash."""
+"""Kernels are compiled once and stored completely; a failure is one line that says why, and never a crash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kept(cache: Path) -> list[Path]:
 
 
 def replace(library: Path, content: bytes) -> None:
-    """Another file in its place: what this process has mapped of the first one stays as it is."""
+    """Replaces the file rather than its content, so that mappings of the old file stay valid in this process."""
     library.unlink()
     library.write_bytes(content)
 
@@ -70,14 +70,14 @@ def compiler_that(does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def quick(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that takes no time: its library is the one that a real compiler has made before."""
+    """Replaces the compiler by one that only copies a library that was compiled before."""
     (library,) = kept(folder)
     compiler_that(f'for last; do :; done; cp {library} "$last"', tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def cache(quick: None, tmp_path: Path) -> Path:
-    """A cache folder with the kernels in it."""
+    """A cache folder that contains the kernels."""
     compiled_library(tmp_path / "cache", open_library)
     return tmp_path / "cache"
 
@@ -109,7 +109,7 @@ def test_several_processes_may_compile_at_once(quick: None, tmp_path: Path) -> N
     ],
 )
 def test_a_library_that_was_cut_is_compiled_anew_and_ends_no_process(cache: Path, left: float) -> None:
-    """A page beyond the end of a mapped file is a SIGBUS, which no handler survives: hence a process of its own."""
+    """Reading a mapped page beyond the end of its file ends the process by SIGBUS, so the test starts another one."""
     (library,) = kept(cache)
     whole = library.read_bytes()
     replace(library, whole[: int(left * len(whole)) if left < 1 else int(left)])
@@ -146,7 +146,7 @@ def test_kernels_that_are_there_need_no_compiler(
 
 
 def test_a_library_that_does_not_open_here_is_compiled_anew(cache: Path) -> None:
-    """One that another machine has made for a newer C++ library, say: its checksum is right."""
+    """Its checksum is right, but it may be from a machine with a newer C++ library."""
     refused: list[Path] = []
 
     def open_new_ones(path: Path) -> ctypes.CDLL:
@@ -214,7 +214,7 @@ def test_the_summary_of_a_load_names_the_forward_and_why(
     ],
 )
 def test_why_a_compiler_failed_is_said(does: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sleep is the compiler's child, as cc1plus is: it ends too, or this would wait for it."""
+    """Like cc1plus, the sleep is a child of the compiler; if it is not ended as well, the test has to wait for it."""
     compiler_that(does, tmp_path, monkeypatch)
     with pytest.raises(NoKernels, match=told):
         compiled_library(tmp_path / "cache", open_library, seconds=0.5)

@@ -1,4 +1,4 @@
-"""The kernels draw the tokens that torch draws, or leave a row to torch."""
+"""The kernels draw the same tokens as torch, or leave a row to torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BEYOND_FLOAT32: list[dict[str, float]] = [
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Logits:
-    """Logits of a step, whose forward is gone when they are drawn from."""
+    """The logits of a step, whose forward is deleted before tokens are drawn from them."""
     model = tiny_model("llama")
     with torch.inference_mode():
         forward = NativeForward(model, KernelOptions(2, folder))
@@ -121,7 +121,7 @@ def mixed_rows(results: Logits) -> list[RowSampler]:
 
 
 def test_rows_of_all_kinds_get_the_tokens_that_torch_gives_them(results: Logits) -> None:
-    """Greedy rows, edited ones, some with log-probabilities, some that fail, in any order of the logits."""
+    """Greedy rows, rows with edited logits, rows with log-probabilities and rows that fail, in any order."""
     vocab_size = results.tensor.shape[1]
     logits = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(2)) * 3
     logits[5, 7], logits[9, 3] = torch.nan, torch.inf
@@ -158,7 +158,7 @@ def test_torch_reads_no_row_that_the_kernels_draw(results: Logits, monkeypatch: 
 
 
 def test_no_row_is_drawn_twice_from_the_same_logits(results: Logits) -> None:
-    """The kernels leave the row with typical-p to torch at once; an edited row is drawn once it is edited."""
+    """The kernels leave the row with typical-p to torch at once; an edited row is drawn only after it is edited."""
     asked: list[tuple[bool, list[int]]] = []
     vocab_size = results.tensor.shape[1]
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(6))

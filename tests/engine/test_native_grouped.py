@@ -1,4 +1,4 @@
-"""Integers in groups: each of GGUF's formats against gguf's own numbers, any tail, the same bits in any company."""
+"""Weights as integers in groups: each GGUF format equals gguf's own numbers, with any number of rows and of columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kernels(folder: Path) -> ctypes.CDLL:
 
 
 def random_blocks(kind: str, outputs: int, inputs: int = 512) -> PackedRows:
-    """Codes of any bits, with scales of both signs."""
+    """Returns random codes of the format, with scales of both signs."""
     of, random = BLOCK_FORMATS[kind], np.random.default_rng(len(kind) + outputs)
     blocks = random.integers(0, 256, (outputs * inputs // of.weights, of.bytes), dtype=np.uint8)
     for at in _HALVES.get(kind, (0,)):
@@ -59,7 +59,7 @@ def products(kernels: ctypes.CDLL, matrix: GroupedMatrix, a: torch.Tensor, threa
 
 
 def check_products(kernels: ctypes.CDLL, matrix: GroupedMatrix, dense: torch.Tensor) -> None:
-    """One input at a time the products are the weights, but for scales in float16; many rows are a little rounded."""
+    """Multiplied by unit vectors, products are the weights up to float16 scales; many rows are slightly rounded."""
     weights = products(kernels, matrix, torch.eye(dense.shape[1])).t()[: len(dense)]
     assert (weights - dense).abs().max() <= 1e-3 * dense.abs().max()
     a = torch.randn(max(ROWS), dense.shape[1], generator=torch.Generator().manual_seed(2))
@@ -124,7 +124,7 @@ def test_an_activation_that_is_no_number_does_not_get_lost(value: float, kernels
 
 
 def test_extremes_of_codes_and_activations_do_not_overflow(kernels: ctypes.CDLL) -> None:
-    """All codes at an end, all activations at an end: the largest sums of pairs that 16 bits must hold."""
+    """Codes and activations at their extremes give the largest sums of pairs, which must fit into 16 bits."""
     for format, code in ((INT8, 0), (INT8, 255), (INT4, 15), (INT4, 0)):
         minima = torch.zeros(32, 4) if format.minimum else None
         groups = Groups(format, torch.full((32, 4 * GROUP), code, dtype=torch.uint8), torch.ones(32, 4), minima)
@@ -214,7 +214,7 @@ def test_weights_that_float16_scales_do_not_hold_are_refused(kernels: ctypes.CDL
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [variant.name for variant in runnable()] or [""])
 def test_other_cpus_get_the_same_integers(name: str, tmp_path: Path, folder: Path, monkeypatch: Any) -> None:
-    """Each variant that this CPU runs: the integers are exact, only the sums of scaled ones may round elsewhere."""
+    """In each variant that this CPU runs, integers are exact; only sums of scaled ones may be rounded differently."""
     monkeypatch.setenv(VARIABLE, name)
     variant = open_kernels(folder, c.open_library, {VARIABLE: name})[0]
     for kind in BLOCK_FORMATS:

@@ -1,4 +1,4 @@
-"""The same kernels compiled for lesser CPUs than this one: without bf16 products, without 512-bit registers.
+"""The same kernels compiled for weaker CPUs than this one: without bfloat16 products or without 512-bit registers.
 
 The compiler optimises little, which takes a fifth of the time; the vector instructions that the kernels name stay.
 """

@@ -1,4 +1,4 @@
-"""The kernels without Python, in a program of their own: under sanitizers, and for a machine that an emulator runs."""
+"""The kernels in a program without Python: under sanitizers, and on an emulator of another CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_no_sanitizer_finds_anything_and_all_is_right(variant: KernelVariant, sanitizers: str, tmp_path: Path) -> None:
-    """Products and attention as plain loops give them, bits that depend on nothing else in a step, short memory."""
+    """Products and attention equal plain loops, bits do not depend on other rows, and short memory is handled."""
     if variant not in runnable():
         pytest.skip(f"this CPU does not run {variant.name}")
     program = tmp_path / "program"

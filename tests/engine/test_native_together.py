@@ -1,5 +1,7 @@
-"""A packed step of our kernels: each sequence gets the bits that it gets alone, whatever the others are and however
-prompts are cut and pages are large."""
+"""In a packed step of our kernels, each sequence gets the same bits as alone.
+
+That holds for any other sequences, any chunks of prompts and any page size.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def alone(forward: Forward, model: PreTrainedModel, prompt: Sequence[int], more: Sequence[int] = ()) -> torch.Tensor:
-    """The logits of a prompt's last token and of more tokens, each of which takes a step."""
+    """Returns the logits of a prompt's last token and of the tokens in ``more``, each of which takes a step."""
     book = PageBook(model, pages=32 + (len(prompt) + len(more)) // 16)
     steps = [prompt, *([token] for token in more)]
     return torch.cat([book.step(forward, {"row": ids})["row"] for ids in steps])
@@ -48,7 +50,7 @@ def alone(forward: Forward, model: PreTrainedModel, prompt: Sequence[int], more:
 def test_in_mixed_steps_each_sequence_gets_the_bits_that_it_gets_alone(
     name: str, dtype: torch.dtype, folder: Path
 ) -> None:
-    """Decode rows, chunks of prompts of unlike lengths, drafts, and prompts that begin: all in one step."""
+    """One step has decode rows, chunks of prompts with different lengths, drafts, and prompts that begin."""
     assert name in KNOWN
     model = known_model(name).to(dtype)
     with torch.inference_mode():
@@ -76,7 +78,7 @@ def test_in_mixed_steps_each_sequence_gets_the_bits_that_it_gets_alone(
 def test_pages_of_any_size_and_prompts_cut_anyhow_give_the_same_bits(
     window: int | None, dtype: torch.dtype, folder: Path
 ) -> None:
-    """Pages that a window has passed hold NaN. 350 tokens: past a block of 256 keys, and some of 64 queries."""
+    """Pages behind the window hold NaN. 350 tokens exceed a block of 256 keys and several blocks of 64 queries."""
     changes = {"sliding_window": window} if window else {}
     model = tiny_model("mistral" if window else "llama", max_position_embeddings=1024, **changes).to(dtype)
     ids, seen = prompt_of(350, 1), set[bytes]()
@@ -107,7 +109,7 @@ def test_a_window_may_begin_anywhere_in_a_page(window: int, page_size: int, fold
 def test_a_page_may_be_read_by_others_in_the_step_that_fills_it(
     computed: int, wanted: int, dtype: torch.dtype, folder: Path
 ) -> None:
-    """With 15 of its 16 tokens computed a single token fills the page, which elsewhere writes its key as it attends."""
+    """With 15 of 16 tokens computed, a single token fills the page; otherwise it writes its key while it attends."""
     model, prompt = known_model("qwen2").to(dtype), prompt_of(16, 3)
 
     def expected(token: int) -> torch.Tensor:
@@ -131,7 +133,7 @@ def test_a_page_may_be_read_by_others_in_the_step_that_fills_it(
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_drafts_get_the_bits_of_steps_of_one_token(dtype: torch.dtype, folder: Path) -> None:
-    """So a verified draft changes no answer. The last two are rejected, and their places written again."""
+    """So a verified draft changes no answer. The last two drafts are rejected, and their slots are written again."""
     model, prompt = known_model("qwen3").to(dtype), prompt_of(30, 3)
     with torch.inference_mode():
         forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
@@ -143,7 +145,7 @@ def test_drafts_get_the_bits_of_steps_of_one_token(dtype: torch.dtype, folder: P
 
 
 def test_128_sequences_and_a_step_of_several_calls(folder: Path) -> None:
-    """More tokens than one call takes: prompts are cut between calls, and the bits are those of whole ones."""
+    """A step has more tokens than one call computes; prompts are split between calls, and the bits stay the same."""
     model = tiny_model("llama", max_position_embeddings=2048)
     with torch.inference_mode():
         forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model, pages=400)
@@ -167,7 +169,7 @@ def test_a_prompt_of_one_token(folder: Path) -> None:
 
 
 def test_pages_are_copied_before_they_are_written_to(folder: Path) -> None:
-    """Two sequences part in the middle of a page: one takes a copy of it."""
+    """Two sequences diverge in the middle of a page, so that one of them continues with a copy."""
     model, prompt = known_model("mistral, window of 6"), prompt_of(20, 2)
     with torch.inference_mode():
         forward, book = NativeForward(model, KernelOptions(2, folder)), PageBook(model)
@@ -188,7 +190,7 @@ def test_pages_are_copied_before_they_are_written_to(folder: Path) -> None:
 
 
 def test_block_tables_are_read_where_they_are(folder: Path) -> None:
-    """An array of int32 is not copied; lists and other arrays give the same logits."""
+    """Tables that are arrays of int32 are not copied; lists and other arrays give the same logits."""
     table = array("i", [3, 0, 2])
     parts = PackedBatch(Batch((BatchSequence([1, 2], 0, (table,)),)), 1)
     assert parts._tables[0] == table.buffer_info()[0]

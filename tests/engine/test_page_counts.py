@@ -1,4 +1,7 @@
-"""Bytes become pages: of each group of layers, on each device, for as many and as long sequences as fit."""
+"""The budget in bytes becomes numbers of pages for each group of layers on each device.
+
+They hold as many sequences, and as long ones, as the budget allows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def test_all_bytes_become_pages_where_all_layers_see_everything() -> None:
 
 
 def test_windowed_layers_get_what_all_sequences_together_can_use() -> None:
-    """Equal parts would leave most of their pages idle: eight long sequences need 8 * 64 and 8 * 5 pages."""
+    """Equal parts would leave most pages unused: eight long sequences need 8 * 64 full and 8 * 5 windowed pages."""
     full, windowed = size_cache([(MIXED, 900_000)], **LIMITS).pages
     assert 8 * 5 <= windowed <= 8 * 5 + 8
     assert 900_000 - 8 * 16 * 100 <= 16 * (100 * full + 200 * windowed) <= 900_000

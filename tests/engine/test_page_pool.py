@@ -1,4 +1,4 @@
-"""The page pool alone: whoever asks gets a page that nobody holds, and what was computed is found while it can be."""
+"""The page pool alone: only free pages are handed out, and computed pages are found until they are overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over pages: torch's own gives what the reference gives, whatever the pages hold beyond."""
+"""Attention over pages with torch gives the reference's results, whatever unused slots of pages contain."""
 
 import random
 from dataclasses import replace
@@ -33,7 +33,7 @@ def pool(
     dtype: torch.dtype,
     tokens_first: bool | None = None,
 ) -> LayerPages:
-    """NaN everywhere but at the tokens of the batch's sequences."""
+    """A layer of pages that holds NaN everywhere but at the tokens of the batch's sequences."""
     layer = LayerPages(0, 400 // page_size * 2 + 40, page_size, tokens_first=tokens_first)
     layer.reserve(*(torch.empty(kv_heads, 1, dim, dtype=dtype) for dim in dims))
     assert layer.keys is not None and layer.values is not None
@@ -109,7 +109,7 @@ def test_the_check_finds_a_key_too_many(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [{}, {"softcap": 5.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keeps_its_dtype(dtype: torch.dtype, kind: dict[str, float]) -> None:
-    """Scores with a softcap or sinks are in float32, and rows are computed together and chunks alone."""
+    """Scores with a softcap or sinks are computed in float32. Decode rows are computed together, chunks one by one."""
     torch.manual_seed(0)
     batch = batch_of(16, LayerGroup((0,)))
     layer = pool(batch, 16, 2, (8, 8), dtype)

@@ -1,4 +1,4 @@
-"""The cache of pages and the slots of states: memory, bytes, copies, and what stays when memory runs out."""
+"""The cache of pages and the slots of states: memory, bytes, copies, and what remains when memory runs out."""
 
 import subprocess
 import sys
@@ -86,7 +86,7 @@ def test_a_pool_that_no_machine_holds_is_refused() -> None:
 
 
 def test_layers_that_share_the_pages_of_one_pool_hold_their_own_tokens() -> None:
-    """One allocation for each group; a layer that has a pool keeps it."""
+    """Each group gets one allocation; a layer that already has a pool keeps it."""
     model = tiny_model("gemma3_text")  # a group of two windowed layers, a group of one
     cache = PagedCache(CacheLayout(model.config), 4, [8, 6], 0)
     like, sizes = torch.ones(2, 1, 8), []
@@ -145,7 +145,7 @@ def _pools(cache: PagedCache) -> Any:
 
 
 def test_a_forward_that_raises_leaves_the_states_as_they_were() -> None:
-    """One part of the batch has gone well when another fails: both are tried again."""
+    """One part of the batch has succeeded when another one fails, and both are run again."""
     model = tiny_model("lfm2")
     layout = CacheLayout(model.config)
     cache = PagedCache(layout, 16, [8] * len(layout.spec(16).groups), 4)

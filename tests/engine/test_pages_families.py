@@ -1,4 +1,4 @@
-"""Token for token: every family over pages, driven batch by batch, against one-by-one ``generate``."""
+"""In every family, sequences driven over pages get the tokens of ``generate`` for each prompt alone."""
 
 import re
 from itertools import product
@@ -16,7 +16,7 @@ from tests.engine.tiny_models import FAMILIES, KINDS, SERIAL_FAMILIES, tiny_mode
 
 
 def way_of(model: PreTrainedModel, answers: Answers) -> tuple[Way, bool] | None:
-    """Returns the first way that gives the right tokens, and whether it takes prompts in chunks."""
+    """Returns the first way of batching that gives the right tokens, and whether it accepts prompts in chunks."""
     for way, chunked in product(Way, (True, False)):
         try:
             check(model, way, 16, answers, chunked)
@@ -27,7 +27,7 @@ def way_of(model: PreTrainedModel, answers: Answers) -> tuple[Way, bool] | None:
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """The page's rows: how a family takes batches and prompts."""
+    """Returns the rows of the page's table: how each family handles batching and prompts."""
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|", PAGE.read_text().partition(HEADING)[0], re.MULTILINE)
     return {family: (way.strip(), prompts.strip()) for family, way, prompts in rows}
 
@@ -77,9 +77,9 @@ def test_pages_may_be_of_any_size(family: str) -> None:
     ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "llama4_chunked", "gpt_oss"))],
 )
 def test_models_that_can_be_packed_take_rows_too(family: str, way: Way) -> None:
-    """Windows and chunks are those of masks here, over pages that have been given back.
+    """Windows and chunks are computed by masks here, over pages that have been freed.
 
-    Not with a scale for each position, which transformers' Llama 4 gives only to a packed row.
+    The scale by position is turned off, as transformers' Llama 4 supports it only in a packed row.
     """
     model = tiny_model(family, **({"attn_temperature_tuning": False} if family == "llama4_chunked" else {}))
     check(model, way, 1, Answers(model))

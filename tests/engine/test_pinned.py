@@ -1,6 +1,6 @@
-"""Weights that are moved at every step are read from other memory than they were loaded to, and that is all.
+"""Weights that are copied to the device at every step are moved to pinned memory, and nothing else changes.
 
-The device is the CPU under another name, which is enough for accelerate to move weights to it; the memory is ordinary.
+The device is the CPU under another name, which suffices for accelerate to copy weights to it; the memory is ordinary.
 """
 
 import logging
@@ -27,7 +27,7 @@ PROMPT = prompt_of(7)
 
 
 class Memory:
-    """A host with so many bytes, of which blocks are taken; the one after ``fails`` blocks cannot be."""
+    """A host with ``free`` bytes; allocating another block fails after ``fails`` blocks."""
 
     def __init__(self, free: int = 2**40, fails: int = 1000) -> None:
         self.blocks: list[torch.Tensor] = []
@@ -50,7 +50,7 @@ class Memory:
 
 
 def offloaded(*places: str, **config: object) -> PreTrainedModel:
-    """A model of three layers of which these parts lie on the host."""
+    """A model of three layers, in which the parts named by ``places`` are on the host."""
     model = make("llama", **config)
     parts = [
         "model.embed_tokens",
@@ -64,7 +64,7 @@ def offloaded(*places: str, **config: object) -> PreTrainedModel:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What the hooks read."""
+    """The weights that the hooks read."""
     hooks = (hook for module in model.modules() for hook in pinned._offloading(module))
     found: dict[str, torch.Tensor] = next(hooks).weights_map.dataset.state_dict
     return found
@@ -89,7 +89,7 @@ def test_a_model_reads_the_pinned_copies_and_gives_the_tokens_of_one_device(
 
 
 def test_weights_share_blocks_because_torch_rounds_each_of_them_up() -> None:
-    """The 6 KiB of each matrix of these feed-forward layers would take 8."""
+    """Each matrix of these feed-forward layers has 6 KiB, and would take 8 KiB as a block of its own."""
     memory, model = Memory(), offloaded("model.layers.1", "model.layers.2")
     expected = reference(model, PROMPT, 10)
     count = memory.pin(model, block=2**15)
@@ -138,7 +138,7 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 
 
 def test_packed_weights_are_left_alone() -> None:
-    """Of a tensor that is several inside, a copy of the bytes that it seems to have would be another one."""
+    """A tensor subclass may consist of several tensors inside, so a copy of its apparent bytes would be wrong."""
 
     class Packed(torch.Tensor):
         pass

@@ -1,7 +1,7 @@
-"""Layers on several devices at once: several batches in flight, the tokens of one device, and every way to end.
+"""Layers on several devices: several batches in flight, the same tokens as on one device, and every way to end.
 
-The devices are emulated: a map that names several, over layers that are all on the CPU. What a stage is to the engine,
-a part of the model that lets one forward in at a time, is the real thing.
+The devices are emulated: the device map names several, but all layers are on the CPU. The stages are real: each is a
+part of the model that admits one forward at a time.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> No
 
 @pytest.mark.long
 def test_who_is_in_no_stage_yet_holds_up_nobody() -> None:
-    """Inputs on their way to the first device wait for the rows that it works on."""
+    """Copying inputs to the first device has to wait for the rows that this device is computing."""
     model = laid_out(tiny_model("llama"), 2)
     pipeline = Pipeline(read_stages(model))
     expected = [reference(model, *request) for request in REQUESTS]
@@ -214,7 +214,7 @@ def test_several_answers_to_a_prompt_and_a_prompt_again() -> None:
 
 
 def test_prompts_with_the_same_beginning_compute_it_once() -> None:
-    """Also where the batch of the first one is still in flight."""
+    """This holds even while the batch of the first prompt is in flight."""
     model = laid_out(tiny_model("llama"), 3)
     requests = [((*prompt_of(24), number), 12) for number in range(4)]
     expected = [reference(model, *request) for request in requests]
@@ -231,14 +231,17 @@ def test_prompts_with_the_same_beginning_compute_it_once() -> None:
 def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_request_that_shares_them(
     spoiled: bool,
 ) -> None:
-    """If its logits are NaN, its pages may be, too: then the other request computes all of its prompt."""
+    """If the first request's logits are NaN, its pages may be, too, so the second computes its whole prompt."""
     model = laid_out(tiny_model("llama"), 3)
     first, second = prompt_of(24), (*prompt_of(24), 5, 6)
     expected = reference(model, second, 12)
     gate = threading.Event()
 
     def hold(forward: Forward) -> Forward:
-        """Before any stage. Of three sequences that decode beside the prompts, one is in a batch without a prompt."""
+        """Holds the prompts before any stage.
+
+        Three sequences decode beside them, one of them in a batch without a prompt.
+        """
 
         def held(batch: Batch, cache: PagedCache) -> Any:
             if any(each.count == len(first) for each in batch.sequences):
@@ -281,7 +284,7 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
 
 
 def test_a_prompt_that_is_cancelled_with_a_chunk_in_flight_hurts_nobody() -> None:
-    """Such a chunk has no row of logits."""
+    """No row of logits belongs to such a chunk."""
     model = laid_out(tiny_model("llama"), 3)
     expected = reference(model, prompt_of(24), 12)
     gate = threading.Event()
@@ -309,7 +312,7 @@ def test_a_prompt_that_is_cancelled_with_a_chunk_in_flight_hurts_nobody() -> Non
 
 
 def bytes_of_36_pages(model: PreTrainedModel) -> int:
-    """Of four tokens each, and of the states of eight sequences."""
+    """The bytes of 36 pages of four tokens each, and of the states of eight sequences."""
     with torch.inference_mode():
         spec = check_batching(model).spec
     assert spec is not None
@@ -321,7 +324,7 @@ def bytes_of_36_pages(model: PreTrainedModel) -> int:
     "family", ["gemma3_text", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "lfm2"))]
 )
 def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family: str) -> None:
-    """The requests arrive together, and the steps come back in the order of their launch: so pages always run out."""
+    """The requests arrive together, and steps complete in the order of their launch, so that pages always run out."""
     model = laid_out(tiny_model(family), 3)
     prompts = [prompt_of(20, i) for i in range(4)]
     expected = [reference(model, prompt, 40) for prompt in prompts]
@@ -335,7 +338,7 @@ def test_a_sequence_that_gave_its_pages_away_resumes_with_the_same_tokens(family
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "llama", "lfm2"])
 def test_few_pages_change_no_token_in_whatever_order_steps_come_back(family: str) -> None:
-    """Whether pages run out is left to chance."""
+    """In this test, pages run out only sometimes."""
     model = laid_out(tiny_model(family), 3)
     requests = [(prompt_of(20, i), 40) for i in range(4)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
@@ -423,7 +426,7 @@ def _die(*_: Any) -> None:
 
 @pytest.mark.long
 def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
-    """Before any stage, so that the engine's thread comes back from each of its steps."""
+    """It hangs before any stage, so that the engine's thread returns from each of its steps."""
     model = laid_out(tiny_model("llama"), 2)
     gate = threading.Event()
 
@@ -477,7 +480,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
 
 @pytest.mark.long
 def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() -> None:
-    """Else weights that a hook has brought to a device would be taken away under the other engine's forward."""
+    """Otherwise one engine would remove weights from a device while the other one's forward uses them."""
     model = laid_out(tiny_model("llama"), 3)
     expected = [reference(model, *request) for request in REQUESTS]
 

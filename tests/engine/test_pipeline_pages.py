@@ -1,4 +1,4 @@
-"""Batches in flight over one cache of pages: each reads what the one ahead of it writes, and only then."""
+"""Batches in flight over one cache of pages: each reads what the batch before it writes, and not too early."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER = (*PROMPT[:12], 3, 1, 4)  # two pages and a half are the same
 
 
 class Flight:
-    """Forwards of a model on three emulated devices, over one cache."""
+    """Runs forwards of a model on three emulated devices, over one cache."""
 
     def __init__(self, model: PreTrainedModel, way: Way = Way.PACKED) -> None:
         self.model = laid_out(model, 3)
@@ -45,7 +45,7 @@ class Flight:
         return BatchSequence(ids[start:], start, (table,) * self.groups, state_slot=slot)
 
     def launch(self, key: str, *parts: BatchSequence, late: float = 0, **copies: Any) -> None:
-        """``late``: the seconds before its thread comes to the first device."""
+        """``late`` is the number of seconds before the batch's thread reaches the first device."""
         batch = Batch(parts, **copies)
 
         def work() -> torch.Tensor:
@@ -61,7 +61,7 @@ class Flight:
 
     @contextmanager
     def slow(self, seconds: float = 0.3) -> Iterator[threading.Event]:
-        """Holds the first forward that reaches the second device, until the event or for some time."""
+        """Holds the first forward that reaches the second device, until the event is set or the time is over."""
         gate, reached = threading.Event(), threading.Event()
 
         def hold(*_: Any) -> None:
@@ -111,7 +111,7 @@ def test_a_batch_reads_pages_that_the_batch_ahead_of_it_still_writes(take_off: C
 def test_a_page_is_copied_after_the_batch_ahead_has_written_it_on_every_device(
     take_off: Callable[..., Flight],
 ) -> None:
-    """As the answers of a request with n > 1 part: the third page is copied in the middle."""
+    """So does a request with n > 1 when its answers diverge: the third page is copied in the middle."""
     flight = take_off()
     with flight.slow():
         flight.launch("first", flight.part(PROMPT[:10], 0, 0, 1, 2))
@@ -120,7 +120,7 @@ def test_a_page_is_copied_after_the_batch_ahead_has_written_it_on_every_device(
 
 
 def test_answers_that_share_a_page_part_in_unlike_batches(take_off: Callable[..., Flight]) -> None:
-    """One copies the page, and the last one that has it writes to it at the same time."""
+    """One answer copies the page while the last one that holds it writes to it."""
     flight = take_off()
     flight.launch("prompt", flight.part(PROMPT, 0, 0, 1, 2, 3))
     flight.land("prompt")
@@ -134,7 +134,7 @@ def test_answers_that_share_a_page_part_in_unlike_batches(take_off: Callable[...
 def test_a_page_that_is_still_to_be_copied_is_not_written_by_the_next_one_to_get_it(
     take_off: Callable[..., Flight],
 ) -> None:
-    """As where the last sequence that had it was closed meanwhile."""
+    """This happens, for example, if the last sequence that held the page was closed in the meantime."""
     flight = take_off()
     flight.launch("prompt", flight.part(PROMPT, 0, 0, 1, 2, 3))
     flight.land("prompt")
@@ -160,7 +160,7 @@ def test_states_are_copied_after_the_batch_ahead_has_put_them(take_off: Callable
 
 
 def test_batches_that_share_nothing_do_not_wait_for_each_other(take_off: Callable[..., Flight]) -> None:
-    """The first one stands on the second device: the other waits there, and one that asks for no stage lands."""
+    """The first batch occupies the second device; another batch waits there, and one that needs no stage completes."""
     flight = take_off()
     with flight.slow(60) as gate:
         flight.launch("first", flight.part(PROMPT, 0, 0, 1, 2, 3))
@@ -199,7 +199,7 @@ def test_a_batch_whose_pages_nobody_has_written_does_not_run(take_off: Callable[
 
 @pytest.mark.parametrize("way", [Way.PACKED, Way.MASKED_ROWS])
 def test_a_part_of_a_batch_reads_pages_that_one_before_it_writes(take_off: Callable[..., Flight], way: Way) -> None:
-    """Also one with a single token, which other single tokens do not take along to the front."""
+    """That includes a part with a single token, which must not be moved to the front with other single tokens."""
     flight = take_off(way=way)
     flight.launch("before", flight.part(PROMPT[:6], 0, 8, 9))
     flight.land("before")

@@ -1,4 +1,4 @@
-"""What lies where, said at load: layers, bytes, cache; what is moved at every step; and a map that leaves no room."""
+"""What a load logs about layers, bytes, cache and moved weights; maps without enough room are refused."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ def test_tied_weights_count_once_and_parameters_by_themselves_count() -> None:
 
 
 def test_weights_on_the_cpu_are_computed_where_a_gpu_is() -> None:
-    """accelerate takes the first device that is not the CPU; here that is `meta`, which computes nothing."""
+    """accelerate computes on the first device that is not the CPU, which is `meta` here and computes nothing."""
     model = make("llama")
     device_map = {"model": "cpu", "lm_head": "meta"}
     dispatch_model(model, device_map, main_device="meta", force_hooks=True)

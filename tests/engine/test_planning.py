@@ -1,4 +1,4 @@
-"""What a config alone says is what a loaded model is and costs, and what the engine's own account lets in."""
+"""A config alone predicts the loaded model's size and costs, and which requests the engine accepts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(folder: Path, kind: str, **options: Any) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> ModelSize:
-    """A Llama of 70 billion parameters, which this machine could not hold."""
+    """The size of a Llama of 70 billion parameters, which would not fit into this machine's memory."""
     return read_size(
         written(
             tmp_path_factory.mktemp("large"),

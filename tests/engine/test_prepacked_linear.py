@@ -1,4 +1,4 @@
-"""Linear layers laid out for the CPU: the model's logits, half the memory's worth of weights, and a way back."""
+"""Linear layers in a layout for the CPU: the model's logits, no second copy of the weights, or no change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several models in one process: promises of memory, and turns on the cores."""
+"""Several models in one process: how they reserve memory, and take turns on the cores."""
 
 import asyncio
 import threading

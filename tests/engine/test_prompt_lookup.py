@@ -1,4 +1,4 @@
-"""Prompt lookup: what is drafted, and when it is not."""
+"""Prompt lookup: what it drafts, and when it drafts nothing."""
 
 import asyncio
 from functools import partial
@@ -141,7 +141,7 @@ def test_a_forgotten_sequence_begins_anew() -> None:
 
 
 def rejected(lookup: PromptLookup, times: int) -> None:
-    """As many sequences have drafts after two tokens, and all are wrong."""
+    """Lets ``times`` sequences have drafts, all of which are wrong."""
     for _ in range(times):
         asked = sequence([1, 2, 3, 4, 5], [1, 2])
         if drafts := lookup.drafts(asked, 1):

@@ -1,4 +1,4 @@
-"""Quantised weights through transformers' own configs: served where they run, refused by name where they do not."""
+"""Quantised weights by transformers' own configs are served where they run, and otherwise refused by name."""
 
 import asyncio
 import json
@@ -135,7 +135,7 @@ def test_eight_bits_without_outliers_are_batched(tiny_model: Path) -> None:
 
 
 def test_eight_bits_depend_on_company_where_that_has_outliers(tiny_model: Path) -> None:
-    """What docs/devices.md says of them: the columns with outliers, which are not rounded, are those of all rows."""
+    """As docs/devices.md says: if any row has an outlier in a column, no row's values are rounded there."""
     rows = torch.rand(3, 64, generator=torch.Generator().manual_seed(1))
     outlier = rows.clone()
     outlier[2, 5] = 7.0
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_cannot_run_is_refused_by_name(
 
 
 def checkpoint(source: Path, folder: Path, config: dict[str, Any]) -> Path:
-    """A copy whose config says that it is quantised."""
+    """A copy of the checkpoint whose config says that it is quantised."""
     shutil.copytree(source, folder)
     own = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**own, "quantization_config": config}))
@@ -199,7 +199,10 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def in_fp8(source: Path, folder: Path) -> Path:
-    """A checkpoint in 8-bit floats, each block of 16 x 16 with the scale 1: its values are the rounded ones."""
+    """A checkpoint in 8-bit floats.
+
+    Each block of 16 x 16 has the scale 1, so that its values are the rounded weights.
+    """
     checkpoint(source, folder, FP8)
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -1,4 +1,4 @@
-"""What rank 0 sends the other ranks: each operation and each batch comes back as it was, in few bytes."""
+"""The messages of rank 0 to the other ranks: each operation and batch is decoded as it was encoded, and is short."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_batch_comes_back_as_it_was(batch: Batch) -> None:
 
 
 def test_a_step_of_32_sequences_is_one_frame() -> None:
-    """Of 1,024 tokens each, in pages of 16."""
+    """Each sequence has 1,024 tokens, in pages of 16."""
     each = BatchSequence([49_151], 1023, (range(30_000, 30_064),))
     message = encode_operations([(Operation.FORWARD, (1, *batch_numbers(Batch((each,) * 32))))])
     assert len(message) == 8988

@@ -1,4 +1,4 @@
-"""The record of what a load has proved: when it is used, when it is not, and that both give the same logits."""
+"""The record of what a load has proved: when it is used and when not, and that the logits are the same either way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(*loaded(Path(sys.argv[1]), Path(sys.argv[2]))[1])
 
 
 def loaded(model: Path, cache: Path, **extra: object) -> tuple[PreparedModel, dict[str, int]]:
-    """Returns what a start prepares, and its counts of ``weight_checks``."""
+    """Returns the prepared model of a load, and the counts of loads by the reason why the weights were checked."""
     resolved = parse_settings(str(model), {"cache_dir": str(cache), **extra}, environ={})
     resources = ProcessResources()
     return prepare(locate_packed(resolved) or locate(resolved), ModelLoad(resolved, 1, resources)), resources.checks
@@ -53,7 +53,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, folder: Path) -> Path:
-    """A cache folder with the kernels alone."""
+    """A cache folder that contains only the kernels."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kernels").symlink_to(folder / "kernels")
     return tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""Attention functions registered with transformers: outside a paged forward a model computes exactly as before."""
+"""Attention functions registered with transformers: outside a paged forward, a model computes exactly as before."""
 
 import threading
 
@@ -44,7 +44,7 @@ def test_another_attention_is_left_to_its_own() -> None:
 
 
 def test_keys_of_no_cache_layer_are_refused() -> None:
-    """A model that changes keys after the cache has them would attend to others than those in the pages."""
+    """If a model changes keys after the cache has stored them, the pages do not have the keys that it attends to."""
     model = tiny_model("jetmoe")
     driver = PageDriver(model, Way.PACKED, 16)
     with pytest.raises(CannotPage, match="that are in no cache layer"):
@@ -52,7 +52,7 @@ def test_keys_of_no_cache_layer_are_refused() -> None:
 
 
 def test_a_paged_forward_is_of_its_own_thread() -> None:
-    """While one thread is inside a paged forward, another one calls the same model as it always was."""
+    """While one thread is inside a paged forward, another one calls the model in the ordinary way."""
     model = tiny_model("llama")
     ids = torch.tensor([prompt_of(8)])
     with torch.inference_mode():

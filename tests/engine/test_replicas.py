@@ -1,4 +1,4 @@
-"""Several engines behind one: the least loaded is given work, and one's death leaves the others serving."""
+"""Several engines as one: the least loaded gets the next request, and if one dies, the others go on serving."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ async def sequence(engine: Engine, prompt: tuple[int, ...], count: int) -> tuple
 
 
 def slow_down(built: BuiltEngine) -> None:
-    """So that no answer of 600 tokens ends while a test looks at others."""
+    """Delays each forward, so that no answer of 600 tokens ends while a test looks at other ones."""
     for member in members(built):
         before_each_forward(member, lambda batch: time.sleep(0.003))
 
 
 async def kill(engine: EngineCore) -> None:
-    """For good: what would start it anew fails as a lost device does."""
+    """Ends the engine for good: its restart fails as after the loss of a device."""
 
     def lost() -> Any:
         raise RuntimeError("the device is lost")
@@ -121,7 +121,7 @@ def test_a_prompt_goes_to_the_replica_with_the_least_to_do(three: BuiltEngine) -
 
 
 def test_what_is_too_much_for_one_cache_goes_to_a_larger_one(tiny_model: Path) -> None:
-    """As on a GPU that other models share."""
+    """The caches differ in size, as on GPUs that other models share."""
     parts = [build(tiny_model, kv_cache_memory=size) for size in ("2MiB", "8MiB")]
     engine = ReplicatedEngine([part.engine for part in parts])
 
@@ -196,7 +196,7 @@ def test_the_last_ones_death_is_everybodys(three: BuiltEngine, deaths: list[Base
 def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
     three: BuiltEngine, deaths: list[BaseException]
 ) -> None:
-    """Its thread cannot be ended, and holds the cores that the others wait for."""
+    """Its thread cannot be ended, and keeps the cores that the other engines wait for."""
 
     async def scenario() -> None:
         hung = members(three)[0]

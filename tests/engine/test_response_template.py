@@ -1,4 +1,4 @@
-"""Answers are divided as a tokenizer's ``response_template`` declares, whatever their cuts, and nothing is lost.
+"""Answers are parsed as a tokenizer's ``response_template`` declares, however they are split, and no text is lost.
 
 The templates are those of transformers' documentation and tests for gpt-oss, Gemma 4, Cohere, Qwen 3 and Inkling.
 """
@@ -217,7 +217,7 @@ def test_any_text_is_divided_alike_whatever_the_cuts(
 @examples(150)
 @given(_parsers, _noise)
 def test_words_are_never_lost(name: str, text: str) -> None:
-    """Every word is in the reasoning, the text or a call's arguments, except those of a message's beginning."""
+    """Every word is in the reasoning, the text or a call's arguments, except in marks that begin a message."""
     reasoning, said, calls = _parse(_parser(name), [text])
     found = "".join([reasoning, said, *(arguments for _, arguments in calls)])
     words = text.replace("<|message_model|>", "").count("word")
@@ -274,7 +274,7 @@ def test_xml_arguments_have_the_types_of_the_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", _XML)
 def test_xml_arguments_come_one_by_one(name: str) -> None:
-    """Each when its end has been read. A call that breaks after some of them is given as text too."""
+    """Each argument is sent as soon as its end is read. If the call breaks later, it is sent as text, too."""
     parser = _parser(name)
     pieces = [each for char in _XML[name] for each in parser.push(char) if isinstance(each, ToolCallDelta)]
     assert [piece.arguments for piece in pieces if piece.arguments] == [
@@ -301,7 +301,7 @@ def test_an_xml_argument_that_comes_twice_breaks_its_call(name: str) -> None:
 
 
 def _tokenizer(folder: Path, template: dict[str, Any], chat_template: str = "{{ tools }}") -> PreTrainedTokenizerBase:
-    """Of a folder whose ``tokenizer_config.json`` declares the template, as models have it."""
+    """A tokenizer from a folder whose ``tokenizer_config.json`` declares the template, as in a published model."""
     tokenizer = byte_level()
     marks = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|channel>", "<channel|>", "<unused>"]
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
@@ -371,7 +371,7 @@ def test_a_constraint_holds_after_the_reasoning(
 
 
 def test_a_mark_with_an_optional_end_is_read_alike_whatever_the_cuts() -> None:
-    """transformers' parser decides about such a mark by the text that it has."""
+    """transformers' parser decides about such a mark from the text that has arrived so far."""
     field = {"open": "<t>", "close_pattern": r"</t>(?:\s*</u>)?"}
     template = AnswerTemplate({"start_anchor": "<a>", "fields": {"thinking": field, "content": {}}})
     text = "<t>Hm.</t> </u>Yes."

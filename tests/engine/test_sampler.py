@@ -1,4 +1,4 @@
-"""Tokens are drawn from transformers' distribution, and each row as if it were alone."""
+"""Tokens are drawn from the same distribution as in transformers, and each row as if it were alone."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _ids(choices: list[SampledToken | GenerationFailed]) -> list[int]:
 
 
 def _warped(logits: torch.Tensor, setting: dict[str, Any]) -> torch.Tensor:
-    """What transformers' generate would draw from: [V] logits, -inf for what is filtered out."""
+    """The logits from which transformers' ``generate`` would draw, [V]; -inf for filtered tokens."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(setting["temperature"])])
     if "top_k" in setting:
         warpers.append(TopKLogitsWarper(setting["top_k"]))
@@ -100,7 +100,7 @@ def _warped(logits: torch.Tensor, setting: dict[str, Any]) -> torch.Tensor:
 
 
 class _Wish:
-    """A row whose noise makes it choose the id ``noise_key`` wherever the filters leave it."""
+    """A row whose noise makes it choose the token id ``noise_key``, unless the filters remove it."""
 
     def __init__(self, token_id: int, setting: dict[str, Any]) -> None:
         self.noise_key = token_id
@@ -112,7 +112,7 @@ class _Wish:
 
 
 def _around_the_edges(logits: torch.Tensor, kept: set[int]) -> list[int]:
-    """The ids on both sides of every rank where kept and filtered meet, and every ninth: all of them cost seconds."""
+    """The ids near each boundary between kept and filtered ranks, and every ninth; testing all takes seconds."""
     ranked = logits.argsort(descending=True).tolist()
     edges = [rank for rank in range(1, len(ranked)) if (ranked[rank] in kept) != (ranked[rank - 1] in kept)]
     near = {rank + step for rank in edges for step in range(-12, 12)} | set(range(0, len(ranked), 9))
@@ -312,14 +312,14 @@ def test_ends_are_held_off_until_min_tokens() -> None:
 
 
 def _allowing(ids: torch.Tensor, vocab_size: int, start: Any) -> TokenMatcher:
-    """At the start of a constraint, as if these were the tokens that it allows."""
+    """A matcher at the start of a constraint that allows exactly these tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[ids] = 1
     return TokenMatcher(start.deep_copy(), (), np.packbits(bits, bitorder="little"), vocab_size, (), (), "grammar")
 
 
 def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() -> None:
-    """Few of them have a table of their own: the tokens are those of a whole row whose other logits are -inf."""
+    """A few allowed tokens are drawn from their own table, with the result of a row with -inf for all others."""
     vocab_size = 1500
     start = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).result().start
     settings = [*_SETTINGS, {"temperature": 0.0}]
@@ -344,7 +344,7 @@ def test_among_the_tokens_that_a_constraint_allows_the_rest_changes_nothing() ->
 
 @pytest.mark.parametrize("count", [FEW - 1, FEW, FEW + 1])
 def test_a_constraint_that_allows_about_as_many_tokens_as_a_table_holds_gives_those_of_whole_rows(count: int) -> None:
-    """Among so many candidates the last one has noise of its own in a table, and is the tail of a whole row."""
+    """With so many candidates, the last one has its own noise in a table; in a whole row it belongs to the tail."""
     vocab_size, rows = 1500, 1000
     start = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind.REGEX, "[ab]{9}", "f")).result().start
     ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(1))[:count]

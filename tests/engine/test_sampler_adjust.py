@@ -1,4 +1,4 @@
-"""Bias, penalties, bad words and minimum length do to a row what transformers or OpenAI say."""
+"""Bias, penalties, bad words and minimum length change the logits as transformers or OpenAI define them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_rows_are_adjusted_together_as_each_is_alone() -> None:
 
 
 def test_more_rows_need_no_more_operations() -> None:
-    """Each operation on a GPU is a launch, and each copy to it was a wait."""
+    """On a GPU, each operation is a kernel launch, and each copy would wait for the device."""
 
     class Count(TorchDispatchMode):  # type: ignore[misc]
         operations = 0

@@ -1,4 +1,4 @@
-"""The hashed noise is Gumbel noise, and independent along every counter."""
+"""The hashed noise has the Gumbel distribution, and is independent along every counter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _N = 200_000
 
 
 def _uniform(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
-    """The noise through its own distribution function: uniform in (0, 1) if it is Gumbel noise."""
+    """Maps the noise through the Gumbel distribution function: uniform in (0, 1) if it is Gumbel noise."""
     return torch.exp(-torch.exp(-gumbel(keys, ids).double()))
 
 
@@ -69,6 +69,6 @@ def test_it_is_finite_and_the_same_in_any_shape() -> None:
 
 
 def test_it_stays_as_it_is() -> None:
-    """A seed that a client has noted must give the same tokens after an upgrade."""
+    """A seed must give the same tokens after an upgrade of this package."""
     noise = gumbel([derive_key(derive_key(derive_key(0, 1), 0), 0)], torch.tensor([0, 1, 49151]))
     torch.testing.assert_close(noise, torch.tensor([[-0.785134, 7.460192, -0.793660]]), atol=1e-5, rtol=0)

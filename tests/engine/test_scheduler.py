@@ -1,4 +1,4 @@
-"""The scheduler alone, driven by random arrivals, steps, failures, ends and departures: what must hold at every moment.
+"""The scheduler alone: invariants that hold through random arrivals, steps, failures, ends and cancellations.
 
 `make test` tries 50 schedules. For 10,000: ``SCHEDULES=10000 pytest --hypothesis-profile random`` on this file.
 """
@@ -37,7 +37,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def some_drafts(sequence: SequenceState, running: int) -> list[int]:
-    """Guesses up to three tokens; every fifth guess is wrong."""
+    """Drafts up to three tokens; every fifth draft is wrong."""
     key = 0
     for token in [*sequence.request.prompt, *sequence.tokens]:
         key = key_after(key, token)
@@ -59,7 +59,7 @@ GROUPS = [
 
 
 def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine:
-    """Returns an engine with memory for a few sequences, so that they are preempted often."""
+    """Returns an engine with memory for a few sequences, so that they are often preempted."""
     spec = CacheSpec(dice.choice([1, 2, 4, 16]), dice.choice(GROUPS), dice.choice([0, 0, 0, 40]))
     sequences, least = dice.randint(1, 7), spec.pages(dice.randint(60, CONTEXT)) + 1
     pages = tuple(least + dice.randint(0, least) for _ in spec.groups)
@@ -83,7 +83,7 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
 
 
 def job_from(dice: random.Random) -> Job:
-    """Returns a text, its tokens, tokens of its own, tokens to generate, sequences and the priority."""
+    """Returns random values: a shared text, its tokens, other tokens, max_tokens, n, and the priority."""
     n = dice.choice([1, 1, 1, 2, 3])
     tokens = dice.randint(1, 60 // n), dice.randint(0, 3), dice.randint(1, 50 // n)
     return (dice.randint(0, 2), *tokens, n, dice.choice([0, 1, 1, 2]))
@@ -99,10 +99,10 @@ TEXTS = [prompt_of(CONTEXT, seed) for seed in range(3)]
 
 
 class Visitors:
-    """Turns events into what clients do to an engine."""
+    """Turns random events into what clients do to an engine."""
 
     def __init__(self, engine: ModelledEngine, *, stops: bool = False) -> None:
-        """``stops``: two of three requests have stop strings."""
+        """With ``stops``, two of three requests have stop strings."""
         self.engine = engine
         self.stops = STOPS if stops else [()]
         self.number = 0
@@ -125,7 +125,7 @@ class Visitors:
         self.engine.fail_next = culprit
 
     def nan(self, index: int) -> None:
-        """The logits of a running sequence hold NaN: it ends, and nobody goes on from its keys."""
+        """The logits of a running sequence hold NaN: it ends, and no other sequence may use its keys."""
         running = [
             each for each in self.engine.scheduler.ledger._sequences if each.tokens and each not in self.engine.busy
         ]
@@ -144,10 +144,10 @@ class Visitors:
 def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(
     seed: int, count: int, stops: bool, overlap: bool
 ) -> None:
-    """No page is lost or written by two, a query sees the keys of its own tokens, and everything ends.
+    """No page is lost or has two writers, a query sees the keys of its own tokens, and every request ends.
 
-    Answers end at their stop strings, also where the text of a step is made when the next one is launched. The model
-    of the forward checks each read and write (`schedule_model.py`), and counts references after each step.
+    Answers end at their stop strings, even if a step's text is made only when the next step is launched. The model of
+    the forward checks each read and write (`schedule_model.py`), and counts references after each step.
     """
     dice = random.Random(seed)
     engine = engine_from(dice, overlap=overlap)
@@ -249,7 +249,7 @@ def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:
 
 
 def test_a_request_that_waits_for_room_is_not_overtaken_for_ever() -> None:
-    """A stream of small requests would always fit; the large one gets its turn."""
+    """Small requests keep arriving and always fit; the large one must still be admitted."""
     engine = engine_of(pages=40)
     large = request_of(prompt_of(100, 1), 9)
     for step in range(400):
@@ -477,7 +477,7 @@ def test_sequences_that_share_pages_of_a_failed_forward_are_computed_again() -> 
 
 
 def test_sequences_whose_copies_were_in_a_failed_batch_are_computed_again_without_them() -> None:
-    """The source of a copy may be somebody else's page by then, and a source of states may have advanced."""
+    """The source page of a copy may have been reassigned by then, and source states may have advanced."""
     for spec, prompt in ((SPEC, 14), (CacheSpec(4, (FULL,), state_bytes=100), 16)):
         engine = engine_of(spec)
         engine.add(request_of(prompt_of(prompt), 20, n=3))

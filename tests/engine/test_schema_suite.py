@@ -1,4 +1,4 @@
-"""The public test suite of JSON Schema (draft 2020-12): what is taken gives valid answers only, the rest is refused.
+"""The public test suite of JSON Schema (draft 2020-12): accepted schemas give only valid answers, others are refused.
 
 The suite comes from PyPI, as a part of the sources of ``jsonschema``. No model is needed: tokens are drawn at random.
 """
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """The schemas by the keyword, or the format, that they are about."""
+    """The suite's schemas, by the keyword or format that they test."""
     folder = tmp_path_factory.mktemp("suite")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     command = [*pip, "--no-binary", "jsonschema", "--dest", str(folder), _SOURCES]
@@ -57,7 +57,10 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 @pytest.fixture(scope="module")
 def outcomes(suite: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[int, int, set[str]]]:
-    """For each keyword: schemas that are taken, schemas that are refused, and why. Every answer was valid."""
+    """For each keyword, the numbers of accepted and refused schemas and the reasons.
+
+    Fails if an answer is not valid.
+    """
     codec = TextCodec(byte_tokenizer())
     found = {}
     for keyword, schemas in suite.items():
@@ -88,7 +91,7 @@ def _answers(codec: TextCodec, schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_valid(schema: dict[str, Any], text: str) -> bool:
-    """With decimal numbers, of which a multiple of 0.0001 is one exactly."""
+    """Parses numbers as decimals, so that multiples of 0.0001 are exact."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     return bool(jsonschema.Draft202012Validator(exact).is_valid(json.loads(text, parse_float=Decimal)))
 

@@ -1,4 +1,4 @@
-"""Scores of prompts, the log-probabilities of their tokens, against transformers' log_softmax in float32."""
+"""Scores of prompts, that is the log-probabilities of their tokens, against transformers' log_softmax in float32."""
 
 from collections.abc import Sequence
 
@@ -84,7 +84,7 @@ def test_a_shared_prefix_is_computed_once(model: PreTrainedModel) -> None:
 
 
 async def computed_together(engine: EngineCore, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> int:
-    """Checks the scores of prompts that arrive together, and returns how many of their tokens were computed."""
+    """Submits the prompts together, checks their scores, and returns how many of their tokens were computed."""
     before = engine.stats().prefill_tokens
     events = await collect(engine, [EngineRequest(tuple(each), scored(0, 1), i) for i, each in enumerate(prompts)])
     for index, prompt in enumerate(prompts):
@@ -127,7 +127,7 @@ def test_a_prefix_that_takes_several_steps_is_computed_once_too(model: PreTraine
 
 
 def test_a_page_whose_scores_are_known_is_written_before_it_is_copied(model: PreTrainedModel) -> None:
-    """Its scores are kept longer than the page itself, which the first prompt of the step computes again."""
+    """Scores stay cached longer than the page itself, which the first prompt of the step computes again."""
     shared = prompt_of(4 * _PAGE, 3)
     prompts = [[*shared, *prompt_of(9, seed)] for seed in range(3)]
 

@@ -1,4 +1,4 @@
-"""The check at load: what cannot be batched is found out, what can be is not refused."""
+"""The check at load detects models that cannot be batched, and does not refuse models that can."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ Kwargs = dict[str, Any]
 
 
 def findings_with(change: Callable[[Kwargs], None]) -> SelfCheckResult:
-    """The check of a model whose forward does something to its arguments first."""
+    """Returns the result of the check for a model that changes the arguments of its forward."""
     model = tiny("llama")
 
     def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> tuple[Any, Kwargs]:
@@ -49,7 +49,7 @@ def test_a_sound_model_passes() -> None:
 
 
 def without_start(kwargs: Kwargs) -> None:
-    """As of a model that knows nothing of the cache's tokens."""
+    """Counts positions from 0, as a model does that ignores the cached tokens."""
     given = kwargs.get("position_ids")
     if given is not None:
         kwargs["position_ids"] = torch.arange(given.numel()).reshape(given.shape)
@@ -62,13 +62,13 @@ def test_a_model_that_ignores_its_positions_is_found_out() -> None:
 
 
 def test_a_model_may_ask_the_cache_for_the_positions_of_packed_tokens() -> None:
-    """It adds the length of the cache to an ``arange``, and gets each token's own position."""
+    """The model adds the cache's length to an ``arange``, which gives each packed token its own position."""
     findings = findings_with(lambda kwargs: kwargs.pop("position_ids", None))
     assert (findings.problem, findings.way) == (None, Way.PACKED)
 
 
 def test_a_model_that_ignores_its_mask_is_found_out() -> None:
-    """One whose attention makes masks of its own: others get none."""
+    """Only models whose own attention code applies masks get any, such as bloom."""
     model = tiny("bloom")
 
     def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> tuple[Any, Kwargs]:
@@ -95,7 +95,7 @@ WAYS = {
 
 @pytest.mark.parametrize("family", WAYS)
 def test_the_first_way_that_gives_the_logits_is_taken_in_half_precision(family: str) -> None:
-    """In float32: tests/engine/test_pages_families.py."""
+    """tests/engine/test_pages_families.py does the same in float32."""
     with torch.inference_mode():
         findings = check_batching(tiny(family).bfloat16())
     assert (findings.problem, findings.way, findings.chunked) == (None, WAYS[family], True)
@@ -111,7 +111,7 @@ def test_a_state_that_a_model_hides_in_its_modules_is_found_out(dtype: torch.dty
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_that_depend_on_the_longest_sequence_of_a_batch_are_found_out(dtype: torch.dtype) -> None:
-    """Rows are padded to one length, by which Inkling scales all of its queries, far beyond what the check computes."""
+    """Rows are padded to one length, by which Inkling scales all queries beyond the lengths of the check."""
     changes = {"log_scaling_n_floor": 200, "max_position_embeddings": 4096}
     with torch.inference_mode():
         findings = check_batching(tiny("inkling_text", **changes).to(dtype))
@@ -130,7 +130,7 @@ def test_a_model_whose_chunks_begin_anew_gets_its_prompts_whole(dtype: torch.dty
 
 
 class Disturbed(ModelForward):
-    """A forward that goes wrong for some batches."""
+    """A forward that changes some batches."""
 
     def __init__(self, model: PreTrainedModel, change: Callable[[Batch, PagedCache], Batch]) -> None:
         super().__init__(model)
@@ -145,7 +145,7 @@ def without_copies(batch: Batch, cache: PagedCache) -> Batch:
 
 
 def shared_pages_of_the_last(batch: Batch, cache: PagedCache) -> Batch:
-    """All sequences of a batch of several write to the last page of the last one."""
+    """In batches of three or more, all sequences write to the last page of the last sequence."""
     last = batch.sequences[-1]
     if len(batch.sequences) < 3:
         return batch
@@ -154,7 +154,7 @@ def shared_pages_of_the_last(batch: Batch, cache: PagedCache) -> Batch:
 
 
 def wrong_page_beyond_the_first(batch: Batch, cache: PagedCache) -> Batch:
-    """As if pages lay one after the other."""
+    """Replaces the block tables by consecutive pages."""
     return replace(
         batch,
         sequences=tuple(
@@ -192,7 +192,7 @@ def test_a_forward_that_mistakes_pages_is_found_out(
 
 
 def test_what_the_check_runs_is_mixed_as_a_scheduler_mixes_it() -> None:
-    """Decode beside chunks of more than 64 tokens, with pages passed by the window, in one forward."""
+    """One forward computes decode rows beside chunks of more than 64 tokens, with pages behind the window."""
     model, batches = tiny("mistral"), []
 
     def seen(batch: Batch, cache: PagedCache) -> Batch:
@@ -217,7 +217,7 @@ def test_a_model_that_forgets_its_cache_is_found_out() -> None:
 
 @pytest.mark.parametrize("position", [5, 8, 11])
 def test_one_wrong_position_of_many_is_found_out(position: int) -> None:
-    """An error in a single place, as an off-by-one at a window's edge makes it."""
+    """A single wrong position, as an off-by-one error at the edge of a window would cause it."""
 
     def change(kwargs: Kwargs) -> None:
         positions = kwargs.get("position_ids")
@@ -252,7 +252,7 @@ def test_a_model_that_raises_in_a_batch_is_found_out() -> None:
 
 
 def uncuttable() -> PreTrainedModel:
-    """A model whose state is wrong when a prompt goes on in a second piece, as in some recurrent families."""
+    """A model with a wrong state after the second piece of a prompt, as in some recurrent families."""
     model = tiny("llama")
 
     def hook(module: torch.nn.Module, args: Any, kwargs: Kwargs) -> tuple[Any, Kwargs]:
@@ -278,7 +278,7 @@ def test_a_model_that_cannot_go_on_with_a_prompt_is_batched_with_whole_prompts()
 
 
 def test_half_precision_passes_and_is_still_watched() -> None:
-    """bfloat16 rounds; a wrong position is an error of another size."""
+    """Rounding to bfloat16 causes small errors; a wrong position causes a much larger one."""
     model = tiny("llama").bfloat16()
     with torch.inference_mode():
         assert check_batching(model).problem is None
@@ -312,7 +312,7 @@ class Failing(LlamaForCausalLM):
 
 @pytest.mark.parametrize("engine", ["auto", "serial"])
 def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path, tmp_path: Path, engine: str) -> None:
-    """Not "one request at a time", which would fail each request."""
+    """Serving it one request at a time would fail each request."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     (folder / "failing.py").write_text(_FAILING)
@@ -325,7 +325,7 @@ def test_a_model_that_fails_whatever_it_is_given_is_never_ready(tiny_model: Path
 
 @pytest.mark.parametrize("engine", ["auto", "serial"])
 def test_a_config_that_makes_the_logits_nan_fails_the_load(engine: str, tiny_model: Path, tmp_path: Path) -> None:
-    """NaN differs from itself, so that no way of taking a batch passes; it would be served one request at a time."""
+    """NaN differs from itself, so batching fails the check, and the model would be served one request at a time."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": float("nan")}))
@@ -343,7 +343,7 @@ def test_a_model_that_takes_no_cache_of_ours_may_generate_all_the_same() -> None
 
 
 def test_a_device_without_memory_fails_the_load() -> None:
-    """It says nothing of the model, which must not be served one request at a time for it."""
+    """The error says nothing about the model, so it must not lead to serving one request at a time."""
 
     def no_memory(kwargs: Kwargs) -> None:
         raise torch.OutOfMemoryError("3 GiB")

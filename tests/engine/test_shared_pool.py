@@ -1,6 +1,6 @@
-"""Things made once: for concurrent askers, until the last user leaves, and again after a failure.
+"""Objects made once: shared by concurrent users, kept until the last one leaves, and made again after a failure.
 
-And what tells weights and engines apart.
+Also tests which settings need separate weights or engines.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_what_shapes_the_weights_tells_them_apart(tiny_model: Path, tmp_path: Pa
 def test_the_number_of_sequences_does_not_tell_weights_apart_on_a_gpu_either(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each engine has a cache of its own, so that engines of any size share the weights."""
+    """Each engine has its own cache, so that engines with different limits share the weights."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options: list[dict[str, Any]] = [{}, {"fast_path": "off"}, {"tensor_parallel_size": 2}]
     for extra in options:

@@ -37,7 +37,7 @@ def built(folder: Path, **extra: Any) -> BuiltEngine:
 
 
 def answered(folder: Path, params: Any, **extra: Any) -> tuple[tuple[int, ...], int, int, int]:
-    """Returns the tokens of an answer, and the steps, the drafts and the accepted drafts that it took."""
+    """Returns the tokens of an answer, and the numbers of its steps, drafts and accepted drafts."""
     one = built(folder, **extra)
     try:
         event = run(collect(one.engine, [EngineRequest(prompt_of(12), params)]))[0]
@@ -78,7 +78,7 @@ def test_an_answer_that_quotes_its_prompt_is_drafted_from_it(model: PreTrainedMo
 
 
 def test_the_next_turn_finds_the_pages_that_drafts_have_filled(model: PreTrainedModel) -> None:
-    """As many as without drafts: all full pages of the prompt and of the answer but its last token."""
+    """As without drafts, these are all full pages of the prompt and of the answer except its last token."""
     quote = spelled("a quick brown fox jumps over the lazy dog, and over another")
     findings = check_batching(model)
     for length in range(len(quote) - _PAGE, len(quote)):  # the answers end on each offset in a page

@@ -1,4 +1,4 @@
-"""What a load tells of itself: when a stage begins, that it goes on, and how long it took."""
+"""The log lines of a load: when a stage begins, that it goes on, and how long it took."""
 
 from __future__ import annotations
 

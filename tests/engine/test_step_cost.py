@@ -1,4 +1,4 @@
-"""The cost of a step is learnt from measured steps, whatever their order, noise and pauses of the machine."""
+"""The cost of a step is learnt from measured steps, despite their order, noise and pauses of the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fitting(cost: StepCost, target: float, rows: int) -> float:
 
 
 def learn(cost: StepCost, base: float, per_prompt: float, per_row: float, noise: float = 0.0, seed: int = 1) -> None:
-    """Steps with and without prompts, whose time is linear up to the noise."""
+    """Records steps with and without prompts, whose duration is linear except for noise."""
     dice = random.Random(seed)
     for step in range(200):
         prompt, rows = (0, 16, 0, 48, 96, 128)[step % 6], dice.randint(1, 9)
@@ -65,7 +65,7 @@ def test_noisy_linear_times_are_fitted(base: float, per_prompt: float, per_row: 
 
 @given(st.integers(1, 40))
 def test_a_paused_machine_does_not_ruin_what_fits(steps: int) -> None:
-    """However late it comes, one step of a minute takes at most a third of the prompt tokens away."""
+    """A step of one minute, however late it comes, reduces the number of prompt tokens by at most a third."""
     cost = StepCost()
     learn(cost, 0.05, 0.005, 0.002)
     for step in range(steps):
@@ -115,7 +115,7 @@ def test_what_fits_beside_decoding_that_takes_all_the_time_is_a_quarter_of_it() 
 
 
 def test_sizes_grow_step_by_step_to_the_target() -> None:
-    """A cost that is not a line, as few tokens are computed while the weights are read."""
+    """The cost is not linear: up to some number of tokens, a step takes the time in which the weights are read."""
     cost, sizes = StepCost(), [16]
     while len(sizes) < 40:
         cost.note(0, 4, 0.100)
@@ -127,7 +127,7 @@ def test_sizes_grow_step_by_step_to_the_target() -> None:
 
 
 def test_the_share_of_keys_in_the_time_of_a_prompt_token_is_learnt() -> None:
-    """A token with 1,000 keys before it takes twice as long, on a machine whose speed changes."""
+    """With 1,000 keys in the cache, a prompt token takes twice as long; the machine's speed changes during the test."""
     cost, dice = StepCost(), random.Random(1)
     for step in range(300):
         tokens, context = dice.choice([16, 64, 128]), dice.uniform(0, 2000)
@@ -169,7 +169,7 @@ SHAPES = {
     [("135M", 0.1), ("135M on AVX2", 0.1), ("135M on AVX2", 0.25), ("1.1B", 0.25), ("1.1B", 0.5), ("1.1B", 1.0)],
 )
 def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, target: float) -> None:
-    """Sixteen prompts arrive beside a stream. The real scheduler plans the steps, whose time is computed."""
+    """Sixteen prompts arrive while a stream runs. The real scheduler plans the steps; their durations are computed."""
     base, per_prompt, per_row, per_key = SHAPES[shape]
     dice, cost = random.Random(1), StepCost()
     scheduler = Scheduler(SchedulerLimits(32, 512, (2000,), 10**12), CacheSpec(16, (LayerGroup((0,), token_bytes=4),)))

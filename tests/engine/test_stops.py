@@ -1,4 +1,4 @@
-"""A stop string is found wherever the text is cut, and no part of it leaks."""
+"""A stop string is found however the text is split, and no part of it is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.examples import examples
 
 
 def _reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The text up to the stop that is complete first, the longest of those; looks at every prefix."""
+    """Returns the text up to the first complete stop string, the longest if several end there. Checks every prefix."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if stop and text[:end].endswith(stop)]
         if found:

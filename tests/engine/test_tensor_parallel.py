@@ -1,4 +1,4 @@
-"""A model split over two ranks, the test's own process and a child: the tokens of one process, and no hang ever."""
+"""A model split over two ranks, this process and a child: the same tokens as in one process, and no deadlock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def together(engine: EngineCore, requests: Sequence[tuple[tuple[int, ...],
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> Iterator[list[list[int]]]:
-    """What one process answers."""
+    """The answers of a single process."""
     built = build(tiny_model)
     yield run(together(built.engine, REQUESTS))
     end(built)
@@ -65,7 +65,7 @@ def deaths() -> list[BaseException]:
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model: Path, deaths: list[BaseException]) -> Iterator[BuiltEngine]:
-    """Two of them; their pulse goes between as many steps as it can."""
+    """An engine over two ranks, which send their heartbeat between as many steps as possible."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leader, "_PULSE_SECONDS", 0.01)
         built = build(tiny_model, deaths, tensor_parallel_size=2)
@@ -125,7 +125,7 @@ def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, ex
 def test_an_engine_with_other_bounds_runs_on_the_same_ranks(
     ranks: BuiltEngine, tiny_model: Path, expected: list[list[int]]
 ) -> None:
-    """As after a reload, while the last requests of the engine before still run."""
+    """So it happens after a reload, while the last requests of the previous engine are still running."""
     settings = {**SETTINGS, "tensor_parallel_size": 2, "max_queued_requests": 7}
     other = build_engine(parse_settings(str(tiny_model), settings, environ={}), resources=ranks.resources)
     assert ranks.resources.weights.made == 1
@@ -175,7 +175,10 @@ def test_drafts_are_verified_on_every_rank(ranks: BuiltEngine, tiny_model: Path)
 
 
 def test_a_schema_is_kept_to_with_the_tokens_of_one_process(ranks: BuiltEngine, tiny_model: Path) -> None:
-    """Rank 0 alone knows of it. Forced tokens are drafts to the others. Replicas behave as one process does."""
+    """Only rank 0 has the constraint; forced tokens reach the other ranks as drafts.
+
+    Replicas answer as one process does.
+    """
     schema = {"type": "object", "properties": {"name": {"enum": ["x", "y"]}}, "required": ["name"]}
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({**schema, "additionalProperties": False}), "field")
     several = build(tiny_model, replicas=2)
@@ -201,7 +204,7 @@ def test_another_split_model_in_the_same_process_is_refused(ranks: BuiltEngine, 
 def test_a_killed_rank_gives_every_stream_an_error_and_ends_the_engine(
     ranks: BuiltEngine, deaths: list[BaseException]
 ) -> None:
-    """The last test of these ranks."""
+    """The ranks cannot be used after this test, so it is the last one with them."""
 
     async def scenario() -> None:
         readers = [

@@ -1,4 +1,4 @@
-"""Batches on two ranks, the test's own process and a child: the logits of one process, and an error that both have."""
+"""Batches on two ranks, this process and a child: the logits of one process, and an error that occurs on both."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_step_of_unlike_sequences_has_the_logits_of_one_process(ranks: Launche
 
 @pytest.mark.slow
 def test_pages_are_copied_on_every_rank(ranks: LaunchedModel, model: PreTrainedModel) -> None:
-    """As where the answers of a request with n > 1 part."""
+    """So it happens when the answers of a request with n > 1 diverge."""
     cache = new_cache(ranks)
     ranks.forward(Batch((part(TWO, 0, 0, 1),)), cache)
     answers = (*TWO, 8), (*TWO, 9)

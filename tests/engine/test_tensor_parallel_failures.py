@@ -1,4 +1,4 @@
-"""Ranks go together or not at all: what one of them has against it, rank 0 says, and nobody is left behind."""
+"""If one rank cannot run, none does: rank 0 reports the reason, and no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.engine.tiny_models import tiny_model as tiny
 def test_what_one_rank_cannot_do_none_does(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, what: str, message: str
 ) -> None:
-    """The template makes the message longer than a frame of the channel."""
+    """The template makes the message longer than one frame of the channel."""
     monkeypatch.setenv("UNWILLING", what)
     settings = {"tensor_parallel_size": 2, "chat_template": "x" * 9000 + "{{ messages }}"}
     with pytest.raises(LoadFailed, match=message):
@@ -60,7 +60,7 @@ def test_what_one_rank_cannot_do_none_does(
 
 
 def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other() -> None:
-    """As a server loads all of its models when it starts."""
+    """A server does so that loads several models when it starts."""
     failures: list[Exception] = []
 
     def form() -> None:
@@ -85,7 +85,7 @@ def test_two_models_that_are_split_at_the_same_time_do_not_ruin_each_other() -> 
 def test_a_model_that_ranks_were_started_for_but_is_not_split_says_what_is_missing(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks wait for it, in vain."""
+    """The other ranks would wait in vain for the model."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), resources=ProcessResources())

@@ -1,4 +1,4 @@
-"""Families that transformers has a plan for: two ranks give the tokens of one process, whatever their caches keep."""
+"""For each family with a tensor-parallel plan in transformers, two ranks give the tokens of one process."""
 
 from __future__ import annotations
 

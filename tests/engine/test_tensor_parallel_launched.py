@@ -1,4 +1,4 @@
-"""Processes that a launcher has started as ranks, and that are not needed: all of them say why, and end."""
+"""Ranks that a launcher has started although they are not needed: all of them say why, and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Start = Callable[..., "list[Launched]"]
 
 
 class Launched:
-    """One rank."""
+    """The process of one rank."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -46,7 +46,7 @@ class Launched:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts two ranks of a server, as whoever sets their variables does, or torchrun, which is one process here."""
+    """Starts two ranks of a server by their environment variables, or by torchrun, which is a single process here."""
     started: list[Launched] = []
     models = tmp_path / "models"
 
@@ -99,7 +99,7 @@ def test_a_load_that_fails_before_the_ranks_are_needed_ends_them(tmp_path: Path,
 
 @pytest.mark.slow
 def test_a_signal_to_ranks_that_wait_for_a_model_ends_them_in_order(start: Start) -> None:
-    """A server without models may be told of one later: the others wait for it."""
+    """A server without models may load one later, and the other ranks wait for it."""
     leader, other = start()
     end = time.monotonic() + _SECONDS
     while "Uvicorn running" not in leader.said:

@@ -1,4 +1,4 @@
-"""The processes of ranks: whom the kernel and a pipe tie to whom, who waits for whom, and for how long."""
+"""The processes of ranks: which ends with which, by the kernel or by a pipe, and who waits for whom, for how long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(*(child.process.pid for child in other_ranks._children), flush=True)
 
 
 def lead(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process with two children, which are tied to it, and their pids."""
+    """Returns a process, and the pids of its two children, which must end when it ends."""
     process = subprocess.Popen([sys.executable, "-c", _LEADER + ending], stdout=subprocess.PIPE, text=True, cwd=_ROOT)
     assert process.stdout is not None
     return process, [int(pid) for pid in process.stdout.readline().split()]
@@ -49,7 +49,7 @@ def test_no_child_outlives_rank_0_however_that_ends(ending: str) -> None:
 
 @pytest.mark.long
 def test_the_end_of_the_thread_that_loads_is_not_the_end_of_the_children() -> None:
-    """The kernel ties a child to the thread that has started it."""
+    """The kernel ties a child's life to the thread that started it, rather than to the process."""
     ending = """
 import threading
 more = []

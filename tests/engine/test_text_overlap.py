@@ -1,6 +1,6 @@
-"""Where a forward leaves the engine's thread free, the text of a step is made beside the next step's forward.
+"""If a forward leaves the engine's thread free, the text of a step is made while the next forward runs.
 
-The forward of a tiny model runs in a thread here, as a GPU would run it. What the clients get is the same.
+Here the forward of a tiny model runs in a thread, in place of a GPU. Clients get the same events.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def in_a_thread() -> InFlightForwards[Any, Logits]:
 
 
 class Meeting:
-    """A forward that ends when the text of the step before has been delivered, which waits for the forward's start."""
+    """A forward that ends when the previous step's text is delivered, which waits until the forward starts."""
 
     def __init__(self, forward: ModelForward, steps: int) -> None:
         self._forward = forward
@@ -118,7 +118,7 @@ def test_the_text_of_a_step_is_delivered_while_the_next_forward_runs(
 def test_a_sequence_that_its_text_ends_leaves_the_step_that_was_launched(
     model: PreTrainedModel, findings: SelfCheckResult
 ) -> None:
-    """Its token of that step is dropped, its pages come back, and the other sequence goes on."""
+    """Its token of that step is dropped, its pages are freed, and the other sequence goes on."""
     said = spelled("one two three four five six")
     with dictated(model, said, prompt=6), watched(model) as watch:
 
@@ -139,7 +139,7 @@ def test_a_sequence_that_its_text_ends_leaves_the_step_that_was_launched(
 
 
 def _requests(codec: TextCodec, answers: Sequence[TokenEvent], dice: random.Random) -> list[EngineRequest]:
-    """Requests of all kinds; the ``answers`` to plain ones have texts to stop at."""
+    """Returns requests of all kinds. Their stop strings are taken from ``answers``, those of the plain requests."""
     asked = []
     for seed, answer in enumerate(answers):
         prompt, kind = prompt_of(3 + seed, seed), dice.randrange(7)
@@ -172,7 +172,7 @@ def _without_times(event: TokenEvent) -> TokenEvent:
 def test_every_answer_is_that_of_the_ordinary_order(
     model: PreTrainedModel, codec: TextCodec, findings: SelfCheckResult, seed: int
 ) -> None:
-    """Stop strings, log-probabilities, penalties, constraints, drafts, n, and memory for a few sequences only."""
+    """Combines stop strings, log-probabilities, penalties, constraints, drafts and n, with memory for few sequences."""
     dice = random.Random(seed)
     assert findings.spec is not None
     few = 45 * replace(findings.spec, page_size=PAGE).page_bytes(0)
@@ -261,9 +261,10 @@ def _answer(
     count: int,
     poll: Callable[[ContinuousBatcher, RequestState], None],
 ) -> int:
-    """Runs an answer of ``count`` tokens, with ``poll`` between the ids and the text of each step.
+    """Runs an answer of ``count`` tokens, and calls ``poll`` in each step after the ids are known and before the text
+    is.
 
-    Returns how many generated tokens the batcher has counted.
+    Returns the number of generated tokens that the batcher has counted.
     """
     batcher = batcher_over(model, prefill_tokens=64, flights=InlineForwards(overlap=True))
     asked = EngineRequest(prompt_of(5), greedy(count))
@@ -294,7 +295,7 @@ def test_tokens_of_a_sequence_that_is_cancelled_before_their_text_are_counted(
 def test_a_sequence_whose_ids_have_ended_it_is_finished(
     model: PreTrainedModel, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """A client that leaves between its last id and its text has cancelled nothing."""
+    """A client that leaves after its last id and before the text has not cancelled anything."""
     seen: list[tuple[int, FinishReason | None]] = []
 
     def leave_at_the_end(batcher: ContinuousBatcher, request: RequestState) -> None:
@@ -308,7 +309,7 @@ def test_a_sequence_whose_ids_have_ended_it_is_finished(
 
 
 class _Timed(StepCost):
-    """``seconds`` of the steps that it has heard of."""
+    """Records the duration of each step in ``seconds``."""
 
     def __init__(self) -> None:
         super().__init__()

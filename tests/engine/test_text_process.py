@@ -1,4 +1,4 @@
-"""What a model's files do with text is bounded in time and memory, and a prompt is measured before it is tokenized."""
+"""What a model's files do with text has limits of time and memory, and prompts are measured before tokenization."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_expression_that_panics_fails_its_own_request_with_one_line(caplog: p
 def test_a_panic_in_the_servers_own_process_is_an_error_of_the_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An expression that no check finds suspicious."""
+    """No check finds this expression suspicious."""
     monkeypatch.setattr(tokenizer, "may_be_slow", lambda tokenizer: False)
     with pytest.raises(GenerationFailed, match="text_input: the model's tokenizer failed"):
         TextCodec(_splits("(a+)+$")).encode(TextPrompt("a" * 60 + "b"))
@@ -87,7 +87,7 @@ def test_a_panic_in_the_servers_own_process_is_an_error_of_the_request(
 def test_a_tokenizer_that_makes_texts_very_much_longer_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """With three steps it is loaded, and long texts are tokenized in a process with a limit of memory."""
+    """With three steps, the tokenizer is loaded, and tokenizes long texts in a process with limited memory."""
 
     def grows(count: int) -> PreTrainedTokenizerFast:
         tokenizer = byte_level()
@@ -107,7 +107,7 @@ def test_a_tokenizer_that_makes_texts_very_much_longer_is_not_loaded(
 
 @pytest.mark.parametrize("letter", ["x", "the fox "])
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(letter: str) -> None:
-    """By its characters, or by the tokens of its beginning."""
+    """The prompt is refused by the number of its characters, or by the tokens of its beginning."""
     codec = TextCodec(byte_level())
     codec.limit_prompts(1000)
     for text in (letter * 1_000_000, letter * 9000):
@@ -155,7 +155,7 @@ def _children() -> set[int]:
 
 @pytest.mark.long
 def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As a ``sitecustomize`` of a company's image, or a library that greets, may."""
+    """The ``sitecustomize`` of a container image or a library may print something."""
     (tmp_path / "sitecustomize.py").write_text("print('welcome')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert _render(TextProcesses(), "hello") == "hello"
@@ -164,7 +164,7 @@ def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyP
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
 def test_a_process_that_reads_no_job_fails_it_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job longer than what the system keeps for a reader."""
+    """The job is longer than the pipe's buffer."""
     monkeypatch.setattr(text_process, "MAX_SECONDS", 1.0)
     processes, before = TextProcesses(), _children()
     assert _render(processes, "hello") == "hello"

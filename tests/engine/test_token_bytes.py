@@ -1,4 +1,4 @@
-"""Every token has the bytes that it adds to a text, also where it is a part of a character."""
+"""Every token has the bytes that it adds to a text, even if they are only a part of a character."""
 
 from __future__ import annotations
 

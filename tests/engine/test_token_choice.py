@@ -1,4 +1,4 @@
-"""An error that comes with one token of one sequence ends that sequence alone, and its earlier tokens count."""
+"""An error in choosing one token ends only its sequence, and the earlier tokens of that sequence are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = 5
 
 
 class BrokenGrammar:
-    """A matcher of the library that raises when it consumes a token."""
+    """A matcher that raises when it consumes a token."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -40,7 +40,7 @@ class BrokenGrammar:
 
 
 class BrokenId(int):
-    """A token id in a model's rules that cannot be compared with the id that a constraint forces."""
+    """A token id in a model's rules that raises when it is compared with the id that a constraint forces."""
 
     def __eq__(self, other: object) -> bool:
         raise ValueError("the rule is broken")
@@ -51,7 +51,7 @@ def compiled(expression: str) -> CompiledConstraint:
 
 
 def both(engine: EngineCore, constraint: CompiledConstraint) -> tuple[TokenEvent, TokenEvent]:
-    """The ends of an answer with the constraint and of one without, which are in the same steps."""
+    """Returns the last events of two answers in the same steps, one with the constraint and one without."""
 
     async def scenario() -> tuple[TokenEvent, TokenEvent]:
         failing, other = await asyncio.gather(
@@ -85,7 +85,7 @@ def test_a_rule_that_cannot_judge_a_forced_token_ends_its_sequence_alone(model: 
 
 @contextmanager
 def nan_at(model: PreTrainedModel, position: int) -> Iterator[None]:
-    """Puts NaN into the logits of this position, of all sequences."""
+    """Sets the logits at this position to NaN, in all sequences."""
 
     def spoil(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         kept = kwargs["logits_to_keep"]  # the packed tokens whose logits are wanted
@@ -101,7 +101,7 @@ def nan_at(model: PreTrainedModel, position: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("forced", ["hello world", "hi"])
 def test_forced_tokens_before_a_row_that_fails_are_counted(model: PreTrainedModel, forced: str) -> None:
-    """One token is sampled, the forced ones are accepted in the next step, and the logits of the last one are NaN."""
+    """The first token is sampled, forced ones follow in the next step, and the logits after the last are NaN."""
     last = PROMPT + len(forced)  # the position of the last forced token
     with running(model, prefill_tokens=64) as engine, nan_at(model, last):
         request = EngineRequest(prompt_of(PROMPT), greedy(30), constraint=compiled(f"[ab]{forced}[ab]{{5}}"))

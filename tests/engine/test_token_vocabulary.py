@@ -1,4 +1,4 @@
-"""llguidance reads the same vocabulary from the model's tokenizer as from a copy of its own."""
+"""llguidance gets the same vocabulary from the model's tokenizer as from a copy of that tokenizer."""
 
 from __future__ import annotations
 

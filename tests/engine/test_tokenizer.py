@@ -1,4 +1,4 @@
-"""Prompts of every kind become the ids that the tokenizer and the chat template say."""
+"""Prompts of every kind become the ids that the tokenizer and the chat template define."""
 
 from __future__ import annotations
 

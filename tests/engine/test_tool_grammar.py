@@ -1,4 +1,4 @@
-"""The grammars of forced and strict calls compile, take the calls that the model's parser reads, and no others."""
+"""The grammars of forced and strict calls compile, and accept exactly the calls that the model's parser reads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _GOOD = {"look": '{"at": "home", "far": true}', "go.to": '{"x": "::="}'}
 
 @cache
 def _tokenizer(special: bool | None) -> PreTrainedTokenizerBase:
-    """``special``: of the marks; None: they are no tokens."""
+    """With ``special``, the marks are special tokens; with None, they are no tokens at all."""
     tokenizer = byte_level()
     if special is None:
         return tokenizer
@@ -91,7 +91,7 @@ def _written(kind: str, name: str, arguments: str) -> str:
 
 
 def _takes(constraint: Constraint | None, special: bool | None, text: str) -> bool:
-    """Whether the whole text is an answer."""
+    """Returns whether the constraint accepts the whole text as an answer."""
     assert constraint is not None and (constraint.kind, constraint.field) == (ConstraintKind.GRAMMAR, "tools")
     tokenizer = _tokenizer(special)
     matcher: LLMatcher = TextCodec(tokenizer).submit(constraint).result().start.deep_copy()

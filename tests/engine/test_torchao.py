@@ -1,4 +1,7 @@
-"""Weights of torchao, which `make test` gives to these tests alone: else every server's start would import it."""
+"""Weights of torchao.
+
+`make test` makes it available to these tests only; otherwise the start of every server would import it.
+"""
 
 import importlib.util
 from pathlib import Path

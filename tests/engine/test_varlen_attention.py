@@ -1,4 +1,4 @@
-"""Torch's varlen attention, whose kernel is CUDA's alone: the arguments of its call, and the layers that it refuses."""
+"""torch's varlen attention, which runs only on CUDA: the arguments of its call, and the layers that it refuses."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def layer_of(
 
 
 class Recorded:
-    """Has the signature of ``torch.nn.attention.varlen.varlen_attn_out``, and keeps what it is called with."""
+    """Records its calls; has the signature of ``torch.nn.attention.varlen.varlen_attn_out``."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""vLLM's side of the wire is a second worker here: what is promised of a stream holds whatever the worker does."""
+"""The engine over vLLM, with another worker in vLLM's place: what streams guarantee holds whatever that worker does."""
 
 import asyncio
 import contextlib
@@ -56,9 +56,9 @@ Start = Callable[..., BuiltEngine]
 
 @pytest.fixture
 def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Builds an engine over the second worker; its arguments are keys of ``vllm``, and ``extra`` has other settings.
+    """Builds an engine over that worker. Its keyword arguments are keys of ``vllm``; ``extra`` has other settings.
 
-    ``folder`` is another model than the tiny one.
+    ``folder`` names a model other than the tiny one.
     """
     monkeypatch.setattr(vllm_engine, "_DELAYS_S", (0.01,))
     python = interpreter(tmp_path)
@@ -90,7 +90,7 @@ def generated(
 
 
 async def asked(built: BuiltEngine, constraint: Constraint | None = None, **params: Any) -> list[TokenEvent]:
-    """The events of a prompt of text, through the tokenizer and the compiler of constraints."""
+    """Returns the events of a text prompt, after it has been tokenized and its constraint compiled."""
     streams: list[Any] = []
     generator = Generator(built.engine, built.codec, built.engine.info)
     request = GenerationRequest("r", (TextPrompt("abc"),), SamplingParameters(**params), constraint=constraint)
@@ -182,7 +182,7 @@ def test_all_sampling_parameters_reach_the_worker_under_its_names(start: Start, 
 
 
 def test_ids_outside_the_vocabulary_do_not_reach_the_worker(start: Start, tiny_model: Path, tmp_path: Path) -> None:
-    """vLLM refuses such an id among the ends, and its engine core dies of one in a bad word."""
+    """vLLM refuses such an id as a stop token, and in a bad word it ends vLLM's engine core."""
     folder, record = tmp_path / "model", tmp_path / "record"
     shutil.copytree(tiny_model, folder)
     rules = {"eos_token_id": [1, VOCAB], "suppress_tokens": [3, VOCAB], "bad_words_ids": [[5, 6], [5, VOCAB], [-1]]}
@@ -199,7 +199,7 @@ _OTHERWISE = {"prompt_logprobs", "bad_words", "logprobs", "top_logprobs", "typic
 
 
 def test_no_sampling_parameter_is_forgotten(start: Start, tmp_path: Path) -> None:
-    """A parameter that is new in the vocabulary must be written for vLLM, or be refused."""
+    """Each new sampling parameter must either be passed to vLLM or be refused."""
     record = tmp_path / "record"
     changes = {"max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5}
     changes |= {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}}
@@ -348,7 +348,7 @@ def test_a_drained_engine_finishes_its_streams_and_refuses_others(start: Start) 
 
 
 def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Start, tmp_path: Path) -> None:
-    """No process of the old worker is left when the new one starts, nor its folder or its shared memory."""
+    """When the new worker starts, no process of the old one is left, and neither its folder nor its shared memory."""
     pids = tmp_path / "pids"
     built = start(descendants=str(pids), step_s=0.02)
     worker, descendant = map(int, pids.read_text().split())
@@ -466,7 +466,7 @@ def test_a_message_of_the_worker_that_is_cut_off_ends_it(start: Start) -> None:
 
 
 def test_a_request_of_many_answers_and_a_long_constraint_is_one_message_of_bounded_size(start: Start) -> None:
-    """The worker ends at a message of more than 64 MiB: one client would end the answers of all others."""
+    """A message of more than 64 MiB would end the worker, and with it the answers of all other clients."""
     built = start(max_num_seqs=600)
     schema = json.dumps({"enum": [f"{number:0120}" for number in range(1000)]})  # in 600 messages more than 64 MiB
     events = run(asked(built, Constraint(ConstraintKind.JSON_SCHEMA, schema, "f"), max_tokens=1, n=600))

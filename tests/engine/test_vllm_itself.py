@@ -1,4 +1,7 @@
-"""The worker over vLLM itself: what requests ask for is what vLLM does. Minutes, and only where vLLM is installed."""
+"""The worker over vLLM itself: vLLM does what requests ask for.
+
+Takes minutes, and runs only if vLLM is installed.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +169,7 @@ def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, t
 
 
 def _processes(built: BuiltEngine) -> set[int]:
-    """The subreaper of the engine's worker, and all processes below it."""
+    """Returns the pids of the worker's subreaper and of all processes below it."""
     engine: Any = built.engine
     subreaper: int = engine._batcher._process.process.pid
     return {subreaper, *descendants(subreaper)}
@@ -223,10 +226,12 @@ def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tmp_path: Pat
 def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """oneDNN keeps its kernels for up to 1,024 shapes of a matrix product, and each new number of tokens in a step is a
-    new shape: the process that computes grows from 592 to 806 MiB between 300 and 3,000 of these requests, by 69 MiB in
-    the first 300 of them and by 3 MiB in the last, and it grows in the same way under vLLM alone. With 32 kernels it
-    grows by 6 MiB in the 1,500 requests after the first 300.
+    """Memory must not grow, apart from oneDNN's kernels, of which the test lets it cache only 32.
+
+    oneDNN caches up to 1,024 kernels, one for each shape of a matrix product, and each new number of tokens in a step
+    is a new shape. With that default, the process that computes grows from 592 to 806 MiB between request 300 and
+    request 3,000: by 69 MiB in the first 300 of these requests and by 3 MiB in the last 300. It grows in the same way
+    under vLLM alone. With 32 kernels it grows by 6 MiB in the 1,500 requests after the first 300.
     """
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     built = build(save_tiny("llama", tmp_path), max_num_seqs=16)

@@ -1,4 +1,4 @@
-"""vLLM's tokens behind this package are vLLM's own: greedy answers, adapters in one batch, two ranks."""
+"""Through this package, vLLM gives the same tokens as alone: greedy answers, adapters in one batch, two ranks."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _one_by_one(built: BuiltEngine, prompts: Sequence[Sequence[int]]) -> list[li
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the folder of a model by the name of its family."""
+    """A function that returns the folder of the model of a family."""
     place = tmp_path_factory.mktemp("models")
     return cache(lambda name: smollm2() if name == "smollm2" else save_tiny(name, place / name))
 
 
 @pytest.fixture(scope="module")
 def alone(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[int]]]:
-    """Returns vLLM's own answers by the name of the model."""
+    """A function that returns vLLM's own answers for a model."""
     return cache(lambda name: vllm_alone(models(name), _PROMPTS, _COUNT, tmp_path_factory.mktemp(name)))
 
 
@@ -83,7 +83,7 @@ def test_two_ranks_give_the_tokens_of_one_and_have_the_defaults_of_vllm_serve(
 def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_merged_weights(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """PEFT's result is that of weights to which B · A · alpha / r is added."""
+    """PEFT's result is the same as adding B · A · alpha / r to the weights."""
     expected = {None: reference(tiny_model("llama", **FAMILIES["llama"]), _PROMPTS[0], 16)}
     for seed, name in enumerate("ab"):
         model = tiny_model("llama", **FAMILIES["llama"])

@@ -1,6 +1,6 @@
-"""vLLM's worker against a server that breaks the protocol: it ends with one line, and never stays deaf.
+"""vLLM's worker with a server that breaks the protocol: the worker ends with one line, and never hangs.
 
-It runs without vLLM: an engine that computes nothing takes the place of vLLM's.
+It runs without vLLM, over an engine that computes nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ADD = {"t": "add", "number": 1, "params": {}, "n": 1, "priority": 0, "grammar":
 
 
 def _sent(data: bytes, folder: Path, *, cut: bool = False) -> tuple[int, list[str], list[str]]:
-    """Sends bytes to a worker and no more; ``cut`` ends the connection after them.
+    """Sends bytes to a worker, and then nothing more; with ``cut``, closes the connection after them.
 
     Returns the worker's exit status, the kinds of its messages, and its lines of output.
     """
@@ -119,12 +119,12 @@ def test_a_wrong_message_ends_a_worker_that_serves(data: bytes, why: str, tmp_pa
     ids=["in a length", "in the start", "in a later message"],
 )
 def test_a_message_that_is_cut_off_ends_the_worker_in_silence(data: bytes, kinds: list[str], tmp_path: Path) -> None:
-    """Its server was killed while it wrote, and nobody reads the worker's output."""
+    """This happens if the server was killed while it wrote; nobody reads the worker's output then."""
     assert _sent(data, tmp_path, cut=True) == (0, kinds, [])
 
 
 def test_a_request_goes_through_the_wire_as_it_was() -> None:
-    """Its sequences share one prompt; each has its own seed."""
+    """The request's sequences share one prompt, and each has its own seed."""
     params: dict[str, Any] = {"seed": 2**63 - 1, "top_k": 3}
     request = Addition(7, [1, 2**32 - 1], params, 2, -5, "start: x", [[1], [2, 3]], 4, "salt")
     frame = request.encode()

@@ -1,4 +1,4 @@
-"""A thread that does not come back from a step: deadlines, aborts and the end are kept without it, and once."""
+"""While a thread hangs in a step, deadlines, aborts and shutdown are handled without it, and each exactly once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def waiting(codec: TextCodec, loop: asyncio.AbstractEventLoop) -> RequestState:
 
 
 class TestWhatIsDecided:
-    """By a function of what was told and of ``now``: no clock, no thread."""
+    """Decides from recorded facts and ``now`` alone, without a clock and without a thread."""
 
     def test_a_deadline_is_asked_of_the_thread_first_and_kept_without_it_soon_after(
         self, waiting: RequestState
@@ -104,7 +104,7 @@ class TestWhatIsDecided:
         assert str(lost) == "the decode step of 3 sequences has not come back for 60 s (step_timeout)"
 
     def test_work_that_was_logged_is_not_kept(self) -> None:
-        """It has the sequences of its step."""
+        """The work refers to the sequences of its step, so keeping it would keep them, too."""
 
         class Step:
             pass
@@ -124,7 +124,7 @@ class TestWhatIsDecided:
         assert state.decide(600.0, [whole]).lost is not None
 
     def test_each_of_several_works_is_looked_at(self) -> None:
-        """A flight of the pipeline that hangs beside others that land."""
+        """One flight of the pipeline hangs while others complete."""
         stuck, fresh = (
             Work("the decode step of 1 sequence", 1, since=0.0),
             Work("the decode step of 2 sequences", 1, since=59.0),
@@ -176,7 +176,7 @@ async def events_of(stream: Mailbox) -> list[TokenEvent]:
 
 
 def run_and_end(scenario: Coroutine[Any, Any, None], watch: Watch, *engines: EngineCore) -> None:
-    """Runs the scenario; at its end the held forward goes on, and the engines stop."""
+    """Runs the scenario; then lets the held forward continue, and shuts the engines down."""
     try:
         run(scenario)
     finally:
@@ -190,7 +190,7 @@ class TestAStepThatHangs:
     def test_deadlines_are_kept_and_the_rows_are_freed_when_the_thread_is_back(
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
-        """Of the stream in the step, with the tokens it has, and of the one that waits for it, each once."""
+        """The stream in the step, with its tokens so far, and the one that waits each end once, in time."""
         engine = hung_engine(model, kind, request_timeout=4.0)
 
         async def scenario() -> None:
@@ -268,7 +268,7 @@ class TestAStepThatHangs:
 
 
 def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: PreTrainedModel, watch: Watch) -> None:
-    """What may be part of it is known to the thread alone; the tokens that are billed are those delivered."""
+    """Only the thread knows which text may begin a stop string. The tokens that are billed are those delivered."""
     engine = hung_engine(model, "batched", request_timeout=4.0)
     sequence = reference(model, prompt_of(5), 200)
     text = byte_tokenizer().decode(sequence[:4])
@@ -312,7 +312,7 @@ def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_i
 
 
 def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: PreTrainedModel, watch: Watch) -> None:
-    """It is counted, and its deadline does not hold its prompt."""
+    """It is counted as ended, and its pending deadline does not keep its prompt in memory."""
     engine = hung_engine(model, "batched", request_timeout=600.0)
 
     async def scenario() -> None:
@@ -353,7 +353,7 @@ def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadline
 
 
 def test_a_thread_that_comes_back_with_nothing_to_do_ends_too(model: PreTrainedModel) -> None:
-    """It would wait for work that nobody can post any more."""
+    """Otherwise it would wait for work that can no longer be posted."""
     batcher, gate = batcher_of("batched", model), threading.Event()
     batcher.step = lambda *callbacks: not gate.wait(60)  # type: ignore[method-assign]
     engine = engine_of(batcher, QueueLimits(step_timeout=1.0))

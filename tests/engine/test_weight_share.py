@@ -1,4 +1,4 @@
-"""Weights take as little of the GPUs as holds them, and more rather than to be moved at every step."""
+"""Weights take the smallest share of the GPUs' memory that holds them without moving weights at every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child that does nothing but live as long as its parent: ``python -m tests.engine.tied RANK SIZE PORT PARENT``."""
+"""A child that only waits for the end of its parent: ``python -m tests.engine.tied RANK SIZE PORT PARENT``."""
 
 import sys
 import threading

@@ -51,7 +51,7 @@ from tests.engine.tiny_models import (  # noqa: F401 tests import these from her
 
 
 def load_model(resolved: ResolvedSettings) -> LoadedModel:
-    """The model that ``resolved`` names, with its tokenizer, as an engine loads it."""
+    """Loads the model that ``resolved`` names, and its tokenizer, as an engine does."""
     files = locate(resolved)
     return complete(load_weights(files, resolved), load_tokenizer(files, resolved), resolved)
 
@@ -60,7 +60,8 @@ _FOUND: dict[tuple[object, ...], SelfCheckResult] = {}
 
 
 def findings_of(model: PreTrainedModel) -> SelfCheckResult:
-    """What the check at load finds, once for all models of the same class and config in this process.
+    """Returns the result of the check at load, computed once in this process for all models of the same class and
+    config.
 
     The check takes a tenth of a second, and hundreds of tests make an engine over the same few models.
     """
@@ -87,7 +88,10 @@ def batcher_over(
     vocab_size: int = VOCAB,
     **more: Any,
 ) -> ContinuousBatcher:
-    """A batcher over the model in the way that the check at load finds. ``more``: of ``ContinuousBatcher``."""
+    """A batcher over the model, in the way that the check at load finds.
+
+    ``more`` are options of ``ContinuousBatcher``.
+    """
     with torch.inference_mode():
         findings = findings or findings_of(model)
     assert findings.spec is not None, findings.problem
@@ -135,9 +139,9 @@ def running(
     stream_interval: int = 1,
     **more: Any,
 ) -> Iterator[EngineCore]:
-    """An engine over the model, batched unless a batcher is given, that is shut down at the end.
+    """An engine over the model, batched unless ``batcher`` is given, and shut down at the end.
 
-    ``more``: of ``batcher_over``.
+    ``more`` are options of ``batcher_over``.
     """
     codec = TextCodec(byte_tokenizer())
     if batcher is None:
@@ -162,7 +166,7 @@ def running(
 
 
 async def collect(engine: EngineCore, requests: Sequence[EngineRequest]) -> dict[int, TokenEvent]:
-    """All events of one submit, merged to one per sequence."""
+    """Submits the requests together. Returns one event for each sequence, into which all of its events are merged."""
     merged: dict[int, TokenEvent] = {}
     async for event in engine.submit(requests):
         merged[event.index] = merged[event.index].merge(event) if event.index in merged else event
@@ -187,18 +191,18 @@ def run(coroutine: Any, timeout: float = 60) -> Any:
 
 
 def run_with_engine(scenario: Callable[[EngineCore], Any], model: PreTrainedModel, **more: Any) -> None:
-    """Runs the scenario with an engine over the model. ``more``: of ``running``."""
+    """Runs the scenario with an engine over the model. ``more`` are options of ``running``."""
     with running(model, **more) as engine:
         run(scenario(engine))
 
 
 def one_by_one(model: PreTrainedModel, **options: Any) -> SerialBatcher:
-    """The serial engine's backend over the model."""
+    """The batcher of a serial engine over the model."""
     return SerialBatcher(model, SamplerFactory(TextCodec(byte_tokenizer()), VOCAB), max_num_seqs=8, **options)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Waits for what the engine's thread will do; the bound is for a test that fails."""
+    """Waits until the condition is true. Raises AssertionError after 40 s."""
     end = time.monotonic() + 40
     while time.monotonic() < end:
         if condition():
@@ -213,12 +217,12 @@ def idle(engine: EngineCore) -> bool:
 
 
 def decodes(engine: EngineCore, sequences: int) -> Callable[[list[list[int]]], bool]:
-    """For ``Watch.stop_at``: the steps in which so many sequences are decoded and no prompt is computed."""
+    """For ``Watch.stop_at``: true in steps that decode so many sequences and compute no prompt."""
     return lambda ids: [len(row) for row in ids] == [1] * sequences and engine.stats().running_sequences == sequences
 
 
 class Shown:
-    """A forward that tells the model's ``Watch`` which sequences its packed tokens are."""
+    """A forward that tells the model's ``Watch`` to which sequences its packed tokens belong."""
 
     def __init__(self, forward: ModelForward, model: PreTrainedModel) -> None:
         self._forward = forward
@@ -234,7 +238,7 @@ class Shown:
 
 
 class Watch:
-    """Sees the ids of each sequence in every call of a model's embedding. Can hold the engine there, or raise."""
+    """Records the ids of each sequence in every call of a model's embedding. Can hold the engine there, or raise."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: list[list[list[int]]] = []
@@ -247,7 +251,7 @@ class Watch:
 
     @property
     def steps(self) -> list[list[list[int]]]:
-        """The calls of one token per sequence."""
+        """The recorded calls that have one token for each sequence."""
         return [call for call in self.calls if all(len(ids) == 1 for ids in call)]
 
     def _see(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -262,17 +266,17 @@ class Watch:
             raise error
 
     def stop_at(self, stops: Callable[[list[list[int]]], bool] = lambda ids: True) -> None:
-        """Lets the engine's thread stop inside each forward from now on for whose ids ``stops`` is true."""
+        """From now on, stops the engine's thread inside each forward for whose ids ``stops`` returns true."""
         self._stopped.clear()
         self._gate.clear()
         self._stops = stops
 
     async def stopped(self) -> None:
-        """Returns when the engine's thread has stopped inside a forward."""
+        """Waits until the engine's thread has stopped inside a forward."""
         await until(self._stopped.is_set, "the forward to stop at")
 
     async def hold(self) -> None:
-        """Stops the engine's thread inside its next forward."""
+        """Waits until the engine's thread has stopped inside its next forward."""
         self.stop_at()
         await self.stopped()
 
@@ -295,13 +299,13 @@ def watched(model: PreTrainedModel) -> Iterator[Watch]:
 
 
 def spelled(text: str) -> list[int]:
-    """The text's ids, one per byte."""
+    """Returns the ids of the text, one for each byte."""
     return [int(token) for token in byte_tokenizer().encode(text, add_special_tokens=False)]
 
 
 @contextmanager
 def dictated(model: PreTrainedModel, sequence: Sequence[int], prompt: int) -> Iterator[None]:
-    """A model that says these tokens after any prompt of that length: a hook lifts each logit above all others."""
+    """Makes the model say these tokens after any prompt of that length: a hook raises their logits."""
 
     def dictate(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         kept = kwargs["logits_to_keep"]  # of packed tokens, their places

@@ -1,4 +1,4 @@
-"""A GGUF file of a random two-layer Llama with a byte-level tokenizer, written in milliseconds."""
+"""Writes a GGUF file of a random two-layer Llama with a byte-level tokenizer, in milliseconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def write_tiny_gguf(
     hidden: int = HIDDEN,
     layers: int = LAYERS,
 ) -> Path:
-    """``kinds``: the formats of the matrices, in turn. Those named *_K need a ``hidden`` of whole 256."""
+    """``kinds`` are the formats of the matrices, in turn.
+
+    Formats named *_K need a ``hidden`` that is a multiple of 256.
+    """
     random = np.random.default_rng(seed)
     turn = cycle(kinds if quantized else ("F32",))
     writer = gguf.GGUFWriter(path, "llama")
@@ -54,7 +57,7 @@ def write_tiny_gguf(
 
 
 def blocks_of(tensor: np.ndarray, kind: gguf.GGMLQuantizationType, random: np.random.Generator) -> np.ndarray:
-    """Quantises, or makes up blocks in a format that gguf only reads: any codes, and the scale that fits them."""
+    """Quantises the tensor. In a format that gguf only reads, makes up blocks of random codes with fitting scales."""
     try:
         return gguf.quantize(tensor, kind)
     except NotImplementedError:
@@ -70,7 +73,7 @@ def blocks_of(tensor: np.ndarray, kind: gguf.GGMLQuantizationType, random: np.ra
 
 
 def add_tiny_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Adds a byte-level tokenizer of ``TOKENS``, and a chat template."""
+    """Adds a byte-level tokenizer with ``TOKENS``, and a chat template."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)

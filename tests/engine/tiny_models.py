@@ -1,4 +1,4 @@
-"""Tiny random models of many families, a byte-level tokenizer, and transformers' answers. Knows no engines."""
+"""Tiny random models of many families, a byte-level tokenizer, and transformers' answers. Does not use the engine."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ _MODEL_TYPES = {"llama4_chunked": "llama4_text", "gemma4_moe": "gemma4_text"}
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random float32 model of the family, with 3 layers of width 32, whose logits are far from ties.
 
-    ``changes`` are copied: some config classes write into what they are given.
+    ``changes`` are copied, as some config classes change the values they get.
     """
     options = {**_BASE, **{**FAMILIES, **SERIAL_FAMILIES}.get(family, {"head_dim": 8}), **copy.deepcopy(changes)}
     if family in ("mamba2", "falcon"):
@@ -176,7 +176,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """256 byte tokens and three special ones: every text has tokens, most token sequences are no valid UTF-8."""
+    """A tokenizer of 256 byte tokens and three special ones; most token sequences are not valid UTF-8."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -185,7 +185,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """transformers' own greedy answer to one prompt alone."""
+    """transformers' own greedy answer to a single prompt."""
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
         out = model.generate(ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids))
@@ -193,5 +193,5 @@ def reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    """Byte tokens that differ from seed to seed; never a special one."""
+    """Returns byte tokens that depend on the seed and are never special."""
     return tuple((seed * 31 + 7 * position) % 250 for position in range(length))

@@ -1,6 +1,6 @@
 """Small tokenizers of the three common kinds, trained in a moment on a few sentences.
 
-Knows nothing of the code under test.
+Does not use the code under test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SENTENCES = (
 
 
 def byte_level(*, bos: bool = False) -> PreTrainedTokenizerFast:
-    """As GPT-2, Llama 3, Qwen, SmolLM2; with ``bos``, one that puts <s> in front of every text."""
+    """A tokenizer like those of GPT-2, Llama 3, Qwen and SmolLM2; with ``bos``, it puts <s> before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def fused_byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As Llama 2 and Mistral: words marked with ▁, unknown characters as bytes, one leading space stripped."""
+    """A tokenizer like those of Llama 2 and Mistral: ▁ for spaces, byte fallback, one leading space stripped."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted({char for text in SENTENCES[:3] for char in text.replace(" ", "▁") if ord(char) < 0x2000})
     vocab = {
@@ -59,7 +59,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    """As BERT: continued words marked with ##, spaces put between the others."""
+    """A tokenizer like BERT's: pieces within a word begin with ##; decoding puts spaces between the others."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()

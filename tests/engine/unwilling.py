@@ -1,4 +1,4 @@
-"""A rank that does not do its part: ``python -m tests.engine.unwilling RANK SIZE PORT PARENT``."""
+"""A rank that fails to do its part: ``python -m tests.engine.unwilling RANK SIZE PORT PARENT``."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A program for vLLM's interpreter: the greedy answers of vLLM alone, one prompt at a time. Imports vLLM only."""
+"""A program for vLLM's interpreter: greedy answers of vLLM alone, one prompt at a time. Imports nothing but vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(job: str, answers: str) -> None:
-    """Reads model, prompts and count of tokens from the file ``job``, and writes the ids to the file ``answers``."""
+    """Reads model, prompts and number of tokens from the file ``job``, and writes the ids to the file ``answers``."""
     from vllm import LLM, SamplingParams
 
     asked = json.loads(Path(job).read_text())

@@ -1,8 +1,8 @@
-"""A worker of vLLM's messages whose model is a source of tokens: the next one follows from the last and the position.
+"""A worker that speaks the protocol of the vLLM worker; each next token follows from the last one and its position.
 
-A second implementation of the wire, of the standard library alone: it shares no code with the first. ``interpreter``
-writes a program that runs it where a test names an interpreter with vLLM. Its arguments, the keys of the setting
-``vllm``, say what goes wrong.
+It is a second implementation of the protocol, written with the standard library only, and shares no code with the
+first. ``interpreter`` writes a program that runs it, which tests use as the interpreter with vLLM. Its arguments, the
+keys of the setting ``vllm``, choose what goes wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCAB = 400
 
 
 def interpreter(folder: Path) -> Path:
-    """Writes the program of the interpreter, and returns its path."""
+    """Writes the program that stands for the interpreter, and returns its path."""
     path = folder / "python"
     path.write_text(_PROGRAM, encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -42,7 +42,7 @@ def interpreter(folder: Path) -> Path:
 
 
 def next_token(last: int, position: int) -> int:
-    """The token after ``last`` at this position of a sequence: a letter, in the vocabulary of the tests"""
+    """Returns the token that follows ``last`` at this position: a letter in the vocabulary of the tests."""
     return 66 + (last * 7 + position * 3) % 26
 
 
@@ -178,7 +178,7 @@ class _Worker:
         self._send({"t": "outputs", "of": rows, "stats": stats})
 
     def _first_time(self, what: str) -> bool:
-        """Whether no worker of this test has done it yet."""
+        """Returns whether no worker of this test has done ``what`` before."""
         mark = Path(self.args["marks"], what)
         first = not mark.exists()
         mark.touch()

@@ -1,6 +1,6 @@
-"""Opens the page in Chromium, as a person would use it. Runs in an environment of its own, with Playwright.
+"""Opens the page in Chromium and uses it as a person would. Runs in its own environment, with Playwright.
 
-Its argument is JSON with addresses and folders; it prints JSON: how each flow ended, by its name.
+Its argument is JSON with addresses and folders; it prints JSON with the outcome of each flow, by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def flow(run: Callable[[Browser], None]) -> Callable[[Browser], None]:
 
 @contextmanager
 def opened(browser: Browser, url: str = GIVEN["smollm2"], ready: bool = True, **options: Any) -> Iterator[Page]:
-    """The page in a window of its own, in which nothing may break its policy or raise."""
+    """Opens the page in a new window. Fails if a script raises or violates the page's policy."""
     with browser.new_context(**{"viewport": DESK, "color_scheme": "light", **options}) as window:
         page, faults = window.new_page(), []
         page.set_default_timeout(_LIMIT_MS)
@@ -74,7 +74,7 @@ def counter(name: str) -> float:
 
 
 def scripted(page: Page, status: int, body: str, headers: dict[str, str] | None = None) -> None:
-    """What the server answers to the next requests for chats."""
+    """Sets the answer to the next chat requests."""
 
     def answer(route: Route) -> None:
         route.fulfill(status=status, body=body, headers={"content-type": "text/event-stream", **(headers or {})})
@@ -354,7 +354,7 @@ def a_phone_scrolls_only_up_and_down(browser: Browser) -> None:
 
 @flow
 def axe_finds_nothing(browser: Browser) -> None:
-    """In both colours, on both widths, with every part shown."""
+    """Checks both colour schemes and both widths, with every part visible."""
 
     def check(page: Page, where: str) -> None:
         page.wait_for_timeout(400)  # colours change over a moment
@@ -463,7 +463,7 @@ def a_wrong_setting_is_named_and_nothing_is_sent(browser: Browser) -> None:
 
 @flow
 def the_key_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:
-    """Behind a prefix: the page and its calls have relative addresses."""
+    """The server is below a prefix: the page and its requests use relative addresses."""
     with opened(browser, GIVEN["guarded"], ready=False) as page:
         field, dialog = page.locator("#key"), page.locator("#key-dialog")
         expect(dialog).to_be_visible()
@@ -550,7 +550,7 @@ def the_pictures_of_the_documentation_are_taken(browser: Browser) -> None:
     stop = threading.Event()
 
     def others() -> None:
-        """So that the charts have something to show."""
+        """Sends requests, so that the charts have something to show."""
         body = {"model": GIVEN["model"], "prompt": "Once", "max_tokens": 60, "ignore_eos": True}
         while not stop.is_set():
             address = f"{GIVEN['smollm2']}v1/completions"

@@ -1,7 +1,4 @@
-"""A proxy that serves a server below a prefix, as an ingress does: the server sees the path without it.
-
-Knows nothing of what is asked.
-"""
+"""A proxy that serves a server below a prefix, as an ingress does: the server sees the path without the prefix."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class _Proxy(Handler):
 
 @contextmanager
 def below_a_prefix(port: int) -> Iterator[str]:
-    """The address of the server's root, with its last slash."""
+    """Yields the address of the server's root, with the slash at its end."""
 
     class Proxy(_Proxy):
         pass

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, with the real SmolLM2 and with a server that asks for a key, below a prefix."""
+"""The page in a real Chromium, with the real SmolLM2, and with a server that requires a key below a prefix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def _smollm2(folder: Path) -> Server:
-    """As `make run` starts it: nothing asks for the page but the command."""
+    """Starts it as `make run` does: only the command enables the page."""
     return serve(folder / "smollm2", [], environment=_SLOW, command=("mlserver-torch-stream", "serve"))
 
 
@@ -63,7 +63,7 @@ def _guarded(folder: Path, tiny_model: Path) -> Server:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of the documentation, where WRITE_PAGE_IMAGES asks for new ones."""
+    """The folder of the documentation's images if WRITE_PAGE_IMAGES is set, otherwise a temporary one."""
     folder = markdown.ROOT / "docs/images" if os.environ.get("WRITE_PAGE_IMAGES") else tmp_path_factory.mktemp("images")
     folder.mkdir(exist_ok=True)
     return folder
@@ -71,7 +71,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ends(tiny_model: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How each flow ended."""
+    """The outcome of each flow."""
     folder = tmp_path_factory.mktemp("browser")
     python = make_environment(folder, "playwright")
     with ExitStack() as stack:

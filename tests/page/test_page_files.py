@@ -1,4 +1,4 @@
-"""The page's files over HTTP, and what must not be in them. No model, no browser."""
+"""The page's files over HTTP, and what they must not contain. Needs no model and no browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg"
 
 
 class _Asking:
-    """A client of an application in this process; ``root_path`` is what a proxy has taken off the path."""
+    """A client of an application in this process; ``root_path`` is the prefix that a proxy has removed."""
 
     def __init__(self, app: Starlette, root_path: str) -> None:
         self._app, self._root_path = app, root_path
@@ -110,7 +110,7 @@ def test_every_file_of_the_folder_is_served_and_every_file_that_is_named_is_ther
 
 
 def test_a_file_names_no_other_host_and_nothing_from_the_root() -> None:
-    """Behind a prefix a path from the root would be another server's."""
+    """Below a prefix, a path from the root would belong to another server."""
     for file in _FILES:
         text = file.read_text()
         assert set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", text)) <= {_SVG}, file
@@ -133,7 +133,7 @@ def test_the_files_are_small_and_readable() -> None:
 
 
 def test_the_key_is_kept_for_the_tab_alone() -> None:
-    """What outlives the tab are the colours."""
+    """Only the colour scheme outlives the tab."""
     lasting = [
         line
         for file in _FILES

@@ -1,4 +1,4 @@
-"""The modules of the page that need no browser, run by Node.js; and its snippets, read as their languages do."""
+"""The page's modules that need no browser, run by Node.js; and its code snippets, parsed as their languages."""
 
 from __future__ import annotations
 

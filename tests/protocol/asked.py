@@ -1,7 +1,4 @@
-"""Requests as a spelling has read them, for tests of replies.
-
-Knows no spelling.
-"""
+"""Parsed requests, for tests of replies, independent of any API."""
 
 from __future__ import annotations
 
@@ -14,6 +11,6 @@ from mlserver_torch_stream.types import GenerationRequest, ReplyOptions, Samplin
 def asked(
     *prompts: str, request_id: str = "r", sampling: Mapping[str, Any] | None = None, **reply: Any
 ) -> GenerationRequest:
-    """A request for answers to ``prompts``, to one if there are none. ``reply``: fields of its ``ReplyOptions``."""
+    """Returns a request for answers to ``prompts``, by default to one. ``reply`` are fields of its ``ReplyOptions``."""
     texts = tuple(map(TextPrompt, prompts or ("x",)))
     return GenerationRequest(request_id, texts, SamplingParameters(**sampling or {}), ReplyOptions(**reply))

@@ -1,4 +1,4 @@
-"""Fixtures for the V2 spelling. Knows the wire and the vocabulary, no engine."""
+"""Fixtures for the V2 protocol. Needs no engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.protocol.wire import Wire, over_grpc, over_raw_grpc, over_rest
 
 @pytest.fixture(params=[over_rest, over_grpc, over_raw_grpc], ids=["rest", "grpc", "grpc-raw"])
 def wire(request: pytest.FixtureRequest) -> Wire:
-    """Each way a request can travel."""
+    """Each transport of a request."""
     way: Wire = request.param
     return way
 

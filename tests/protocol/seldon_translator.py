@@ -1,7 +1,7 @@
-"""What Seldon Core 2's agent does with an OpenAI chat request and with the V2 reply to it, by its rules.
+"""How Seldon Core 2's agent translates an OpenAI chat request to V2, and the V2 reply back.
 
-The rules are those of scheduler/pkg/translator in https://github.com/SeldonIO/seldon-core as of January 2026, read and
-said again here. Knows nothing of this project's protocol, nor of how requests travel.
+The rules are those of scheduler/pkg/translator in https://github.com/SeldonIO/seldon-core as of January 2026,
+implemented again. Knows nothing of this project's protocol, nor of how requests are sent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NOT_PARAMETERS = ("model", "messages", "tools", "parallel_tool_calls", "tool_cho
 
 
 class Untranslatable(Exception):
-    """The client gets 400 for a request, 500 for a reply, and this text; a stream that has begun breaks off."""
+    """The client gets this text with status 400 for a request, 500 for a reply; a stream that has begun breaks off."""
 
 
 # --- requests ---
 
 
 def v2_path(path: str) -> str:
-    """The path without what an OpenAI client adds to its base URL."""
+    """Returns the path without the parts that an OpenAI client adds to its base URL."""
     for endpoint in _ENDPOINTS:
         before, found, behind = path.partition(endpoint)
         if found:
@@ -37,7 +37,7 @@ def v2_path(path: str) -> str:
 
 
 def v2_request(path: str, raw: bytes) -> dict[str, Any]:
-    """The V2 request that an OpenAI request for this path becomes."""
+    """Returns the V2 request to which an OpenAI request for this path is translated."""
     body = _object(raw)
     _check_model(path, body)
     messages = body.get("messages")
@@ -53,14 +53,14 @@ def v2_request(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def _check_model(path: str, body: Mapping[str, Any]) -> None:
-    """The name in the path bears a version behind an underscore; of several underscores the first one counts."""
+    """The name in the path has a version after its first underscore."""
     loaded = path.partition("/v2/models/")[2].partition("/")[0].partition("_")[0]
     if not isinstance(body.get("model"), str) or body["model"] != loaded:
         raise Untranslatable(f"model {body.get('model')} is not loaded at {path}")
 
 
 def _message_tensors(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One tensor each, unless all its elements are empty."""
+    """Yields one tensor for each field, unless all its elements are empty."""
     if not messages:
         raise Untranslatable("there is no message")
     parts = [_parts(message) for message in messages]
@@ -78,17 +78,17 @@ def _message_tensors(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _only(cell: str | list[str]) -> list[str]:
-    """Of an only message: the elements as they are."""
+    """Returns the elements of a single message, unchanged."""
     return [cell] if isinstance(cell, str) else cell
 
 
 def _cell(cell: str | list[str]) -> str:
-    """Of one of several messages: a string as it is, a list as JSON, an empty list as an empty string."""
+    """Returns an element of several messages: a string unchanged, a list as JSON, an empty list as an empty string."""
     return cell if isinstance(cell, str) else _text(cell) if cell else ""
 
 
 def _parts(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Content and type of each part. An element that is no object is an empty part of no type."""
+    """Returns content and type of each part. An element that is not an object becomes an empty part without a type."""
     content = message.get("content")
     if content is None:
         return [("", "text")]
@@ -136,7 +136,7 @@ def _tensor(name: str, elements: list[str]) -> dict[str, Any]:
 
 
 def openai_body(raw: bytes) -> bytes:
-    """The body of a reply that is no stream, whatever its status."""
+    """Returns the body for a reply that is not a stream, whatever its status."""
     reply = _object(raw)
     try:
         return _output_all(reply).encode()
@@ -145,7 +145,7 @@ def openai_body(raw: bytes) -> bytes:
 
 
 def openai_events(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The events of a stream, each as soon as it is whole."""
+    """Yields the events of a stream, each as soon as it is complete."""
     for number, event in enumerate(_scan(chunks)):
         message = _object(event.decode().removeprefix(_PREFIX).encode())
         try:
@@ -185,7 +185,7 @@ def _first_element(reply: Mapping[str, Any], name: str) -> str:
 
 
 def _made_up(reply: Mapping[str, Any], kind: str, key: str) -> dict[str, Any]:
-    """The object of a reply without ``output_all``: it has no finish reason, no usage and no time."""
+    """Returns an object for a reply without ``output_all``: it has no finish reason, no usage and no time."""
     message = {name: _first_element(reply, name) for name in ("role", "content")}
     head = {"id": _string(reply.get("id"), "id"), "model": _string(reply.get("model_name"), "model_name")}
     return {**head, "created": 0, "object": kind, "choices": [{"index": 0, key: message}]}

@@ -1,4 +1,4 @@
-"""Without ``max_tokens`` an answer to messages may fill the context, and an answer to a prompt has 256 tokens."""
+"""Without ``max_tokens``, answers to messages may fill the context, and answers to prompts have up to 256 tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merged events say reasoning, text and calls in the order in which the sequence said them, and lose none of it."""
+"""Merged events have reasoning, text and calls in the order in which the sequence produced them, and lose nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORDS = st.text("ab{\x01", min_size=1, max_size=200)
 
 @st.composite
 def _said(draw: st.DrawFn) -> list[TokenEvent]:
-    """What a sequence says step by step: pieces of reasoning, of text and of calls in any order, or nothing yet."""
+    """The events of a sequence: pieces of reasoning, of text and of calls in any order, or nothing yet."""
     events, calls = [], -1
     for number in range(draw(st.integers(1, 40))):
         kind = draw(st.sampled_from(["nothing", "reasoning", "text", "begin", "arguments"]))
@@ -32,7 +32,7 @@ def _said(draw: st.DrawFn) -> list[TokenEvent]:
 
 
 def _in_order(events: list[TokenEvent]) -> list[tuple[object, ...]]:
-    """What a reader gets: neighbours of the same kind joined."""
+    """Returns what a reader gets: neighbouring pieces of the same kind are joined."""
     parts: list[tuple[object, ...]] = []
     for event in events:
         for kind, said in (("reasoning", event.reasoning), ("text", event.text)):

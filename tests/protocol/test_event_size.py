@@ -1,4 +1,4 @@
-"""No line of a stream is longer than 48 KiB, in any spelling, whatever was merged: proxies read lines of 64 KiB."""
+"""No line of a stream exceeds 48 KiB, over any API, whatever was merged: proxies read lines of up to 64 KiB."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _entry(token_id: int, alternatives: int, token: bytes) -> TokenLogprob:
 
 @st.composite
 def _steps(draw: st.DrawFn) -> list[TokenEvent]:
-    """What one sequence says step by step; its last event has failed at length."""
+    """The events of one sequence, the last of which is a long error."""
     alternatives = draw(st.sampled_from([None, 0, 5, 20]))
     kind = draw(st.sampled_from(["text", "reasoning", "calls"]))
     character, token = draw(_CHARACTERS), draw(_TOKENS)

@@ -1,4 +1,4 @@
-"""The flat generate spelling: it means what the same request in tensors means, and its values stand side by side."""
+"""The flat body of the generate extension means the same as a request in tensors, and its reply is flat, too."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_of_several_sequences_each_has_its_details() -> None:
 
 
 def test_with_details_a_stream_has_one_object_for_each_token() -> None:
-    """The text is that of the event, because a token may be a part of a character."""
+    """The text is that of the event, as a token may be only a part of a character."""
     reply = FLAT.stream(_DETAILED, ReplyContext("model"))
     entries = (TokenLogprob(7, -0.5, token=b"\xc3"), TokenLogprob(8, -1.0, token=b"\xa9"))
     first, second = map(_read, reply.event(TokenEvent(0, "é", (7, 8), entries)))

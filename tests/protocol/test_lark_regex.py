@@ -1,4 +1,4 @@
-"""A grammar of Lark's language is one regular expression, which the library of constraints takes as a pattern."""
+"""A Lark grammar becomes one regular expression, which the library of constraints accepts as a pattern."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_no_expression_is_said(definition: str, said: str) -> None:
 
 
 def test_a_grammar_of_large_classes_is_read_at_once() -> None:
-    """Compiling its expression would take a minute, in which the server answers nobody."""
+    """Compiling its expression would take a minute, in which the server answers no one."""
     began = time.process_time()
     regex_of_lark("start: /" + "[a-\U0001f000]" * 6_000 + "/i")
     assert time.process_time() - began < 10

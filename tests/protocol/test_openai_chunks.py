@@ -1,4 +1,4 @@
-"""Chunks of a streamed OpenAI answer become the object that would have been answered at once."""
+"""The chunks of a streamed OpenAI answer add up to the object of the answer without streaming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model says what a body of OpenAI's API may hold: the decoder, the OpenAPI document and the page agree on it."""
+"""One model defines the fields of OpenAI's bodies: the decoder, the OpenAPI document and the page agree with it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _validator(endpoint: str) -> jsonschema.Draft202012Validator:
 
 
 def _with_unknown_nulls(schema: Any) -> Any:
-    """What the document does not say: an unknown field that is null counts as absent."""
+    """Returns the schema with a rule that the document lacks: an unknown field that is null counts as absent."""
     if isinstance(schema, list):
         return [_with_unknown_nulls(each) for each in schema]
     if not isinstance(schema, Mapping):
@@ -199,7 +199,7 @@ def test_a_null_in_an_object_is_as_good_as_nothing(endpoint: str, name: str, val
 
 
 def test_an_answer_comes_back_as_litellm_sends_it() -> None:
-    """The second turn of a conversation, recorded: the client adds its own keys to what it has read."""
+    """The recorded second turn of a conversation: the client adds its own keys to the message that it has received."""
     call = {"function": {"arguments": '{"city": "Paris"}', "name": "f"}, "id": "call_1", "type": "function"}
     answer = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": None}
     thoughts = {"thinking_blocks": [{"type": "thinking", "thinking": "Hm."}], "reasoning_items": [{"id": "rs_1"}]}
@@ -216,7 +216,7 @@ def test_an_answer_comes_back_as_litellm_sends_it() -> None:
 
 
 def test_an_answer_comes_back_as_the_openai_sdk_has_parsed_it() -> None:
-    """Recorded of chat.completions.parse, whose messages and calls have the parsed objects too."""
+    """Recorded from chat.completions.parse, whose messages and calls also have the parsed objects."""
     function = {"name": "f", "arguments": '{"city": "Paris"}', "parsed_arguments": {"city": "Paris"}}
     turns = [
         {"role": "assistant", "content": '{"city": "Rome"}', "parsed": {"city": "Rome"}},
@@ -267,7 +267,7 @@ def test_roles_and_names_of_all_families_are_taken() -> None:
 
 
 def test_a_seed_that_a_parser_has_rounded_is_refused() -> None:
-    """``-9223372036854775809`` is read as the float of the least seed."""
+    """The parsed ``-9223372036854775809`` is the float of the smallest seed."""
     refused = _refusal({**_LEAST["completions"], "seed": json.loads("-9223372036854775809.0")}, CompletionRequest)
     assert refused is not None and refused.field == "seed"
 
@@ -416,7 +416,7 @@ _DEFAULTS_OF_VLLM = {
 
 
 def test_a_client_may_send_all_its_defaults() -> None:
-    """What asks for nothing, and metadata; a null counts as nothing where the parameter is unknown, too."""
+    """The defaults have no effect, or are metadata; a null has no effect even if the parameter is unknown."""
     asked = _outcome("chat", {**_LEAST["chat"], **_DEFAULTS_OF_VLLM, "anything": None}, False)
     assert isinstance(asked, GenerationRequest), asked
     assert asked.prompts[0].begins_answer  # type: ignore[union-attr]
@@ -510,7 +510,7 @@ def test_reasoning_is_switched_by_a_template_that_can(said: dict[str, Any]) -> N
 
 
 def test_every_list_of_the_document_names_its_items() -> None:
-    """Generators of clients leave out a path whose body has a list without ``items``."""
+    """Client generators skip a path if its body has a list without ``items``."""
 
     def lists(schema: Any) -> Iterator[Any]:
         if isinstance(schema, dict):

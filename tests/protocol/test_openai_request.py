@@ -1,4 +1,4 @@
-"""An OpenAI body is decoded as the V2 request that says the same."""
+"""An OpenAI body is decoded to the same request as a V2 body with the same content."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_chat_is_a_role_its_pieces_and_an_end() -> None:
 
 @_BOTH
 def test_every_chunk_has_the_usage_of_its_sequence_so_far(spelling: OpenAISpelling) -> None:
-    """As vLLM has it: the first chunk of a chat, which says its role, counts no token, and the last one counts all."""
+    """As in vLLM, the first chunk of a chat, which has the role, counts no tokens, and the last chunk counts all."""
     encoder = spelling.stream(asked(usage_message=True, continuous_usage=True, sampling={"n": 2}), _CONTEXT)
     events = [
         TokenEvent(0, "a", (7,), num_input_tokens=4),

@@ -1,4 +1,4 @@
-"""Whatever an OpenAI client sends through Seldon's translator is understood, or refused by the name of its field."""
+"""Anything sent by OpenAI clients through Seldon's translator is understood, or refused by its field's name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIELDS += ["best_of", "guided_json"]
 
 
 def _decode(body: dict[str, Any], streaming: bool) -> GenerationRequest | InvalidInput:
-    """As a server does that got the request from the translator. Raises Untranslatable."""
+    """Decodes a body as a server does that gets it from the translator. Raises Untranslatable."""
     sent = v2_request(_PATH, json.dumps({"model": "chat", **body}).encode())
     try:
         return SELDON.decode(PostedBody(sent), INFO, streaming=streaming, request_id="r")
@@ -49,7 +49,7 @@ def _decode(body: dict[str, Any], streaming: bool) -> GenerationRequest | Invali
 
 
 def _param(refusal: InvalidInput) -> str:
-    """The field that the client is told."""
+    """Returns the field that the error names for the client."""
     _, body = SELDON.refusal(refusal)
     error = json.loads(body["outputs"][0]["data"][0])["error"]
     assert error["message"].startswith(f"{error['param']}: ")
@@ -73,7 +73,7 @@ message = st.fixed_dictionaries(
 
 
 def _expected(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as a chat template is to get it."""
+    """Returns the message that the chat template must get."""
     content = message.get("content") or ""
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     kept = {key: message[key] for key in ("tool_calls", "tool_call_id") if message.get(key)}

@@ -1,4 +1,4 @@
-"""What requests say of the form of their answers, in every spelling, and what is refused by name."""
+"""Structured output: how requests of every API ask for it, and which of them are refused by name."""
 
 from __future__ import annotations
 

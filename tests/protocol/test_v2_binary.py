@@ -1,4 +1,4 @@
-"""Binary tensors: elements come out as they went in, and whatever does not fit names its tensor."""
+"""Binary tensors: elements are decoded as they were encoded, and an error names the tensor that is malformed."""
 
 from __future__ import annotations
 

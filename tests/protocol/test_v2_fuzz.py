@@ -1,4 +1,4 @@
-"""Whatever a client sends, it is either understood or refused with a 422."""
+"""Any request is either understood or refused with status 422."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _EXAMPLES = pytest.mark.parametrize("examples", [8, pytest.param(300, marks=pyte
 @_EXAMPLES
 @pytest.mark.parametrize("name", PARAMETER_NAMES)
 def test_a_bad_value_of_any_parameter_is_refused_by_its_name(name: str, examples: int) -> None:
-    """As a parameter, inside ``sampling_parameters`` and in a flat body of the generate extension."""
+    """The value is sent as a parameter, in ``sampling_parameters``, and in a flat body of the generate extension."""
 
     @settings(max_examples=examples, deadline=None)
     @given(value=json_value, streaming=st.booleans())

@@ -1,4 +1,4 @@
-"""What a V2 request says about its reply: streaming, outputs, flags, pieces."""
+"""The fields of a V2 request that concern its reply: streaming, outputs, flags, pieces."""
 
 from __future__ import annotations
 

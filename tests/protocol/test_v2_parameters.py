@@ -1,4 +1,4 @@
-"""Request parameters: their ranges, spellings, levels and defaults."""
+"""Request parameters: their ranges, formats, levels and defaults."""
 
 from __future__ import annotations
 

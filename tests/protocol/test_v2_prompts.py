@@ -1,4 +1,4 @@
-"""Prompt sources of the V2 spelling, over every transport."""
+"""The prompt sources of V2, over every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of Seldon Core 2's OpenAI translator, in and out."""
+"""The tensors of Seldon Core 2's OpenAI translator, in requests and replies."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_parts_of_one_message_are_joined(wire: Wire, info: ModelInfo) -> Non
 
 
 def test_a_stop_string_of_openais_client_is_taken_literally(wire: Wire, info: ModelInfo) -> None:
-    """Elsewhere in V2 it would be a list, written as JSON."""
+    """In any other V2 request, it would be parsed as a JSON list."""
     body = {"stop": '["a"]'}
     payload = wire(*ONE, parameters={"llm_parameters": body, "kwargs": body})
     assert decode(payload, info).sampling.stop == ('["a"]',)
@@ -198,7 +198,7 @@ def test_every_streamed_response_holds_one_openai_chunk(info: ModelInfo) -> None
 
 
 def _objects(bodies: Sequence[dict[str, Any]]) -> list[Any]:
-    """What an OpenAI client gets of each response, all of which are V2's too."""
+    """Returns what an OpenAI client gets from each response; the responses are valid for V2, too."""
     return [json.loads(rest_outputs(as_response(body))["output_all"][0]) for body in bodies]
 
 
@@ -212,7 +212,10 @@ def _objects(bodies: Sequence[dict[str, Any]]) -> list[Any]:
     ],
 )
 def test_a_sequence_that_fails_ends_with_openais_error(info: ModelInfo, reason: FinishReason, error: Exception) -> None:
-    """The text that came with the failure stands in a chunk before it. No chunk has a reason that OpenAI has not."""
+    """Text that came with the failure is sent in a chunk before it.
+
+    No chunk has a finish reason that OpenAI does not define.
+    """
     request = decode(over_rest(*ONE), info, streaming=True)
     reply = SELDON.stream(request, ReplyContext("model"))
     event = TokenEvent(0, "so far", (7,), finish_reason=reason, usage=Usage(4, 1), error=error)
@@ -268,7 +271,7 @@ def test_an_error_of_a_tensor_is_one_of_the_messages_to_openais_client(tensor: s
 
 
 def test_the_usage_that_is_asked_for_is_a_chunk_of_its_own(info: ModelInfo) -> None:
-    """It is the last message of all, which V2's final response is too."""
+    """It is the last message of all, and is V2's final response, too."""
     options = {"stream_options": {"include_usage": True}, "n": 2}
     request = decode(over_rest(*ONE, parameters={"llm_parameters": options, "kwargs": options}), info, streaming=True)
     reply = SELDON.stream(request, ReplyContext("model"))

@@ -1,4 +1,4 @@
-"""Puts tensors and parameters on the wire as clients do, and takes them off with MLServer's own converters.
+"""Encodes tensors and parameters as clients do, and decodes them with MLServer's own converters.
 
 Knows nothing of this project's protocol.
 """
@@ -33,7 +33,7 @@ _PACKED = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q"
 
 @dataclass(frozen=True)
 class T:
-    """A tensor as a test writes it; the shape defaults to [number of elements]."""
+    """A tensor as tests write it; the shape defaults to [number of elements]."""
 
     name: str
     datatype: str
@@ -89,13 +89,13 @@ def over_raw_grpc(*tensors: T, **rest: Any) -> InferenceRequest:
 
 
 def rest_json(response: InferenceResponse) -> dict[str, Any]:
-    """The body that MLServer's REST server writes."""
+    """Returns the body that MLServer's REST server writes."""
     body: dict[str, Any] = json.loads(encode_to_json_bytes(response.model_dump()))
     return body
 
 
 def grpc_message(response: InferenceResponse, *, raw: bool = False) -> pb.ModelInferResponse:
-    """The message that MLServer's gRPC server writes."""
+    """Returns the message that MLServer's gRPC server writes."""
     message = ModelInferResponseConverter.from_types(response, use_raw=raw)
     return pb.ModelInferResponse.FromString(message.SerializeToString())
 
@@ -111,7 +111,7 @@ def _packed(datatype: str, elements: Sequence[Any]) -> bytes:
 
 
 def _set_parameter(parameter: Any, value: Any) -> None:
-    """gRPC holds booleans, integers and strings; an object travels as JSON, a double arrives without a value."""
+    """gRPC supports booleans, integers and strings; an object is sent as JSON, and a double arrives without a value."""
     if isinstance(value, bool):
         parameter.bool_param = value
     elif isinstance(value, int):

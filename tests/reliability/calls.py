@@ -1,6 +1,6 @@
-"""A request through any of the endpoints, Triton's port included: begun at once, read slowly, or left.
+"""A request through any of the endpoints, including Triton's port: answered at once, read slowly, or left.
 
-Knows no model. The REST endpoints are plain sockets, so that leaving is what the test says it is.
+Knows no model. The REST endpoints use plain sockets, so that a client leaves exactly when the test says so.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Endpoint(str, Enum):
 
     @property
     def path(self) -> str:
-        """The last part of a REST path."""
+        """Returns the last part of a REST path."""
         return self.value if self.flat else "infer_stream" if self.streams else "infer"
 
     @property
@@ -74,7 +74,7 @@ TRITON_ENDPOINTS = [Endpoint.TRITON_STREAM, Endpoint.TRITON_BIDI]  # of a server
 
 @dataclass
 class Result:
-    """All that came of a call. ``code``: the status of a refusal, gRPC's or REST's; None if it was answered."""
+    """The result of a call. ``code`` is the REST or gRPC status of a refusal; None if the call was answered."""
 
     endpoint: Endpoint
     replies: list[v2.Reply] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def reasons(self) -> list[str | None]:
-        """Of each request, which has exactly one final response, its last."""
+        """Returns the finish reason of each request, whose last response must be its only final one."""
         for part in self._parts():
             assert [reply.final for reply in part] == [False] * (len(part) - 1) + [True], part[-3:]
         return [part[-1].finish_reason for part in self._parts()]
@@ -110,13 +110,13 @@ class Call(Protocol):
     """A request that has been sent."""
 
     def read(self, replies: int) -> None:
-        """Waits for the first so many replies; a stream only."""
+        """Waits for the first ``replies`` replies of a stream."""
 
     def end(self) -> Result:
         """Reads to the end."""
 
     def leave(self) -> None:
-        """Cancels it, or closes its connection."""
+        """Cancels the call, or closes its connection."""
 
 
 @contextmanager
@@ -173,7 +173,7 @@ class _Rest:
         self._socket.close()
 
     def close(self) -> None:
-        """Nothing is left after leaving."""
+        """Does nothing, as nothing remains after leaving."""
 
     def _begin(self) -> None:
         if self._begun:

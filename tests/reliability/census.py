@@ -1,6 +1,6 @@
-"""A foreign runtime that tells how many tasks the server's event loop has. Copied into a test's folder.
+"""A runtime that is not ours and counts the tasks of the server's event loop. Copied into a test's folder.
 
-Knows nothing of the models beside it: what they leave behind on the loop it finds there.
+Knows nothing of the other models; it counts what they leave on the loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlserver.types import InferenceRequest, InferenceResponse
 
 
 class Census(MLModel):  # type: ignore[misc]
-    """Answers with one line per kind of task: its count and its coroutine's name."""
+    """Answers with a line for each kind of task: how many there are, and their coroutine's name."""
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         gc.collect()  # what waits for it only is no leak

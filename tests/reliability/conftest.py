@@ -1,7 +1,4 @@
-"""The servers of this room: one process each, shared by its tests; a test that ends a server starts its own.
-
-Knows no test.
-"""
+"""The servers of these tests: one process each, shared by the tests; a test that ends a server starts its own."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def recite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(recite: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``recite``; ``small``, whose answers are short whatever is asked; ``tiny``, a random model; the census."""
+    """``recite``; ``small``, whose answers are always short; ``tiny``, a random model; and the census."""
     models = [
         Model("recite", str(recite), version="v1"),
         Model(
@@ -46,7 +43,7 @@ def plain(recite: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def slow(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Every decode step takes its time; ``narrow`` has one row and one place in its queue, ``busy`` four and eight."""
+    """Decode steps are slow; ``narrow`` has one row and one place in its queue, ``busy`` four rows and eight places."""
     models = [
         Model("recite", str(recite)),
         Model("narrow", str(recite), extra={"max_queued_requests": 1, "max_num_seqs": 1}),

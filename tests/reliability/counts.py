@@ -1,6 +1,6 @@
-"""Waiting for what a server counts.
+"""Waits for the server's counters.
 
-Knows no test; says what one model's figures were if they never became what was expected.
+Fails with a model's last figures if they never became what was expected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PREFIX = "torch_stream_"
 
 
 class Counts:
-    """The figures of one model at one moment; counters by their name without ``_total``."""
+    """The figures of one model at one time; counters are named without ``_total``."""
 
     def __init__(self, scrape: Scrape, model: str) -> None:
         self._scrape = scrape
@@ -51,7 +51,7 @@ def counts(server: Server, model: str) -> Counts:
 
 
 def until(server: Server, model: str, condition: Callable[[Counts], bool], seconds: float = 30.0) -> Counts:
-    """The first figures that meet the condition."""
+    """Waits until the figures meet the condition, and returns them."""
     end = time.monotonic() + seconds
     while not condition(now := counts(server, model)):
         assert time.monotonic() < end, f"not within {seconds:g} s: {now}"
@@ -60,6 +60,6 @@ def until(server: Server, model: str, condition: Callable[[Counts], bool], secon
 
 
 def idle(server: Server, model: str) -> Counts:
-    """Nothing runs, waits or is held."""
+    """Waits until nothing is running, waiting or held, and returns the figures."""
     names = ("running_sequences", "waiting_requests", "prefilling_requests", "kv_cache_bytes")
     return until(server, model, lambda now: not any(now[name] for name in names))

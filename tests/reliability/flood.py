@@ -1,6 +1,6 @@
-"""More requests than a server can take, at a steady rate, whatever it says; and what it said to each.
+"""Sends more requests than a server can handle, at a steady rate whatever it answers, and records each answer.
 
-Knows nothing of what is asked: it is given a request's bytes.
+Knows nothing of the requests but their bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ANSWER_S = 120.0
 
 @dataclass(slots=True)
 class Answered:
-    """One request. ``status`` 0: the connection broke before there was one."""
+    """The answer to one request. ``status`` is 0 if the connection broke before there was one."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Answered:
 
 
 async def flood(port: int, request: bytes, per_second: float, seconds: float) -> list[Answered]:
-    """Opens a connection for each request at its own time, and waits until the last has its answer."""
+    """Opens a connection for each request at its own time, and waits until the last request is answered."""
     begun = time.perf_counter()
     running = []
     for number in range(int(per_second * seconds)):
@@ -38,7 +38,7 @@ async def flood(port: int, request: bytes, per_second: float, seconds: float) ->
 
 
 async def ask(port: int, request: bytes) -> Answered:
-    """``request`` says ``Connection: close``."""
+    """``request`` must have the header ``Connection: close``."""
     answered = Answered()
     with suppress(OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
         await asyncio.wait_for(_ask(port, request, answered), _ANSWER_S)

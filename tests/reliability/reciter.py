@@ -1,7 +1,7 @@
 """A model whose answer is known beforehand: it recites one text for ever, a byte per token.
 
-Knows no engine. A real Llama, whose layers add nothing and whose head maps each byte of the text to the next one; each
-byte stands in the text once, so the next one is always the same.
+It is a real Llama, whose layers add nothing and whose head maps each byte of the text to the next one. Each byte occurs
+only once in the text, so the next one is always the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SURE = 4.0  # the next token's logit is this times 16; the others' are noise, w
 
 
 def recital(tokens: int, after: str = "o") -> str:
-    """What the model says after a prompt that ends with this character of the text; tests ask for "Hello"."""
+    """Returns the answer to a prompt that ends with this character of the text; tests send "Hello"."""
     begin = TEXT.encode().index(after.encode()) + len(after.encode())
     spoken = (TEXT.encode() * (tokens // LOOP + 2))[begin : begin + tokens]
     return spoken.decode(errors="replace")
@@ -29,7 +29,7 @@ def save(folder: Path) -> None:
 
 
 def _save_tokenizer(folder: Path) -> list[int]:
-    """A token per byte. Returns the ids of the text."""
+    """Writes a tokenizer with one token for each byte. Returns the ids of the text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What everybody sees first: an unknown model and a bad parameter, through every endpoint."""
+"""The most common errors of users: an unknown model and a bad parameter, through every endpoint."""
 
 from __future__ import annotations
 

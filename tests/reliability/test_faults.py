@@ -1,4 +1,4 @@
-"""A fault at a chosen step: it fails the requests that it should, each is told once, and the next one is served."""
+"""A fault at a chosen step fails only the requests it should, each gets one error, and the next request is served."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECOVERED_S = 10.0  # ten times the figure that the bench holds
 
 @dataclass(frozen=True)
 class Fault:
-    """``hurts``: how many of the batch. ``tries``: forwards that only look for the culprit, beside failed ones."""
+    """``hurts`` counts the requests that fail, ``tries`` the further forwards that only find the culprit."""
 
     name: str
     spelling: str
@@ -79,7 +79,7 @@ def faulty(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def outcomes(faulty: Server) -> dict[str, Outcome]:
-    """One engine meets all faults, one after another; each hits a batch of four requests in their middle."""
+    """One engine has all faults in turn; each hits a batch of four requests in the middle of their answers."""
     found = {}
     uncounted = 0  # forwards that are no decode steps
     for fault in _FAULTS:
@@ -139,7 +139,7 @@ class TestAFaultInADecodeStep:
 
 
 def test_a_fault_in_a_prefill_fails_that_request_with_a_status(faulty: Server) -> None:
-    """Exception, memory, NaN and death, each met through another endpoint, with a stream on the same engine."""
+    """Exception, out of memory, NaN and death, each through another endpoint, beside a stream on the same engine."""
     for _ in range(59):
         assert ask(Endpoint.REST_UNARY, faulty, "prefilling", max_tokens=1).text == recital(1)
     with calling(Endpoint.REST_STREAM, faulty, "prefilling", max_tokens=1500) as beside:

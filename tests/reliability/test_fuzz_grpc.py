@@ -1,4 +1,4 @@
-"""Odd messages over gRPC: INVALID_ARGUMENT for what they say, never an answer, and never the server's end."""
+"""Malformed messages over gRPC get INVALID_ARGUMENT with a reason, never an answer, and never end the server."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_is_malformed_is_one_error_on_tritons_port(triton: grpc.Channel, wh
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", os.urandom(500)])
 def test_bytes_that_are_no_message_fail_their_call_only(channel: grpc.Channel, garbage: bytes) -> None:
-    """gRPC itself refuses them, before anything of ours is asked: with INTERNAL, or by ending the call."""
+    """gRPC itself refuses them, with INTERNAL or by ending the call, before our code is called."""
     for call in (
         lambda: channel.unary_unary(f"{_SERVICE}ModelInfer")(garbage, timeout=v2.TIMEOUT_S),
         lambda: list(channel.stream_stream(f"{_SERVICE}ModelStreamInfer")(iter([garbage]), timeout=v2.TIMEOUT_S)),
@@ -192,7 +192,7 @@ def _fuzz(server: Server, channel: grpc.Channel, examples: int) -> None:
 
 
 def _fuzz_triton(channel: grpc.Channel, examples: int) -> None:
-    """Whatever a message says, it has one final reply; the bytes may be any."""
+    """Any message, even arbitrary bytes, has one final reply."""
     good = v2.grpc_request("recite", "Hello", id="good", max_tokens=3)
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))

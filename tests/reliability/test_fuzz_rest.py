@@ -1,4 +1,4 @@
-"""Any JSON to any route of a registered model: understood or refused with what it is, never the server's fault."""
+"""Any JSON to any route of a registered model is understood, or refused with a reason, but never a server error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAST, _SLOW = 60, 2000  # examples of each of the five kinds
 
 
 def _json(value: Any) -> bytes:
-    """As Python writes it: with NaN, Infinity and lone surrogates, which are no JSON but are sent."""
+    """Encodes a value as Python does: with NaN, Infinity and lone surrogates, which are not JSON."""
     return json.dumps(value).encode()
 
 

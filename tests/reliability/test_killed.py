@@ -1,4 +1,4 @@
-"""A client that is killed at token 0, 1 or 7: its row and cache are free at once, and no step is spent on it."""
+"""A client is killed at token 0, 1 or 7: row and cache are freed at once, and no further step is spent on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with calling(Endpoint(sys.argv[1]), server, "recite", max_tokens=2000, ignore_eo
 
 
 def _kill(server: Server, endpoint: Endpoint, token: int) -> None:
-    """The connection breaks, as it does when its process is killed, once so many tokens have been generated."""
+    """Breaks the connection after ``token`` tokens, as it breaks when the client's process is killed."""
     before = idle(server, "recite")
     with wired(server) as (far, rest, grpc_wire), calling(endpoint, far, "recite", **_LONG) as call:
         if token and endpoint.streams:
@@ -75,7 +75,7 @@ def test_two_hundred_killed_clients_hold_nothing(slow: Server, endpoint: Endpoin
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
 def test_a_process_that_is_killed_holds_nothing(slow: Server, endpoint: Endpoint) -> None:
-    """With SIGKILL, so that nothing of the client can say farewell."""
+    """SIGKILL leaves the client no time to close anything."""
     before = counts(slow, "recite")
     command = [sys.executable, "-c", _CLIENT, endpoint.value, str(slow.http_port), str(slow.grpc_port)]
     client = subprocess.Popen(command, cwd=Path(__file__).parents[2])

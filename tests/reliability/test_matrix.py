@@ -1,6 +1,6 @@
-"""Triton's eighteen cells: unary, stream and bidirectional, each ended in six ways, over REST where there is REST.
+"""Eighteen cells for Triton: unary, stream and bidirectional, each ended in six ways; over REST, too, if it has them.
 
-Here is the test of a client that leaves, for every endpoint; ``test_killed`` breaks the connection at chosen tokens.
+This file tests a client that leaves, for every endpoint; ``test_killed`` breaks the connection at chosen tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FAULTY_STEP = 30
 
 
 def one_more(server: Server, model: str, reason: str, before: Counts, count: int) -> Counts:
-    """The figures when so many more requests have ended for this reason, and nothing is held."""
+    """Waits until ``count`` more requests have ended for this reason and nothing is held. Returns the figures."""
     until(server, model, lambda now: now.requests(reason) - before.requests(reason) == count)
     return idle(server, model)
 
@@ -58,7 +58,7 @@ def test_ok(plain: Server, endpoint: Endpoint) -> None:
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_cancel(slow: Server, endpoint: Endpoint) -> None:
-    """MLServer's own counters have it as neither a success nor a failure."""
+    """MLServer's own counters count it neither as a success nor as a failure."""
     before, answered = idle(slow, "recite"), _answered(slow)
     with calling(endpoint, slow, "recite", **_LONG) as call:
         until(slow, "recite", lambda now: now["running_sequences"] == endpoint.requests)
@@ -104,9 +104,9 @@ def _is_part(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def faulty_servers(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Server]]:
-    """One model, and one engine, for each endpoint: its thirtieth decode step fails.
+    """Yields a server for each number of requests that share a step; each endpoint has its own model there.
 
-    By the number of requests that share the step: the tries of its halves fail too, down to each request alone.
+    The model's thirtieth decode step fails, and so do the retries of its halves, down to each request alone.
     """
     found = {}
     with ExitStack() as stack:
@@ -155,7 +155,7 @@ class Shutdown:
 
 @pytest.fixture(scope="module")
 def shutdown(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Shutdown:
-    """What came of a request through each endpoint when the server was told to end under all of them."""
+    """How a request through each endpoint ended when the server was told to stop during all of them."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.01",
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": "0.5",
@@ -211,7 +211,7 @@ def test_shutdown(shutdown: Shutdown, endpoint: Endpoint) -> None:
     ],
 )
 def test_slow_reader(plain: Server, endpoint: Endpoint) -> None:
-    """The engine does not wait for a reader that pauses, and the reader misses nothing."""
+    """The engine does not wait for a reader that pauses, and the reader gets everything."""
     before = counts(plain, "recite")
     with (
         wired(plain) as (far, rest, grpc_wire),

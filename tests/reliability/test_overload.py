@@ -1,4 +1,4 @@
-"""Ten times more requests than the server can take: the excess is refused, the admitted are served, nothing grows."""
+"""Ten times more requests than the server can handle: the excess is refused, others are served, nothing grows."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _sampling(server: Server) -> Iterator[list[int]]:
 
 @contextmanager
 def _full(server: Server) -> Iterator[None]:
-    """The only row of ``narrow`` and the only place in its queue are taken."""
+    """Occupies the only row of ``narrow`` and the only place in its queue."""
     idle(server, "narrow")
     parameters: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
     with calling(Endpoint.REST_STREAM, server, "narrow", **parameters) as running:

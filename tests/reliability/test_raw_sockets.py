@@ -1,4 +1,4 @@
-"""Bytes that are no proper HTTP: the server answers 4xx or hangs up, and everybody else is served meanwhile."""
+"""Bytes that are not valid HTTP: the server answers 4xx or closes the connection, and serves all others meanwhile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _unharmed(server: Server) -> None:
 
 
 def _say(server: Server, data: bytes) -> bytes:
-    """What the server says to this and to the end of the sender."""
+    """Sends the data and ends the sending side. Returns what the server answers."""
     with raw.connected(server) as connection:
         connection.settimeout(_QUIET_S)
         with suppress(OSError):
@@ -98,7 +98,10 @@ def test_bytes_that_are_wrong_are_refused(plain: Server, what: str) -> None:
 
 
 def test_more_than_its_length_is_not_read_as_its_body(plain: Server) -> None:
-    """It is read as the next request, which it is not: the HTTP server hangs up, often before the first is answered."""
+    """Further bytes are read as the next request, which is malformed.
+
+    The HTTP server closes the connection, often before the first request is answered.
+    """
     received = _say(plain, raw.post(_INFER, _BODY) + b"more than was announced")
     assert set(_statuses(received)) <= {200, 400}
     idle(plain, "recite")
@@ -148,7 +151,7 @@ def test_a_compression_bomb_is_not_unpacked(plain: Server) -> None:
 
 @contextmanager
 def _dribbling(server: Server, count: int) -> Iterator[None]:
-    """So many clients that send a byte of their head now and then."""
+    """Runs ``count`` clients that each send a byte of their head now and then."""
     over = threading.Event()
     with ExitStack() as stack:
         connections = [stack.enter_context(raw.connected(server)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Reload, unload and load, again and again, under streams: each of them is answered whole or refused at its start."""
+"""Repeated reloads, unloads and loads under streams: each stream is answered completely or refused at its start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AWAY_S = 0.02  # a refused client's pause, so that loading has the cores
 
 @pytest.fixture(scope="module")
 def server(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``twin`` holds the weights of ``recite``; without it they are loaded anew in each round, which takes longer."""
+    """``twin`` keeps the weights of ``recite``; without it, each round would load them again, which takes longer."""
     environment = {"PYTHONPATH": PYTHON_PATH, "MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.001"}
     models = [Model("recite", str(recite)), Model("twin", str(recite), extra={"max_num_seqs": 2}), CENSUS]
     folder = tmp_path_factory.mktemp("reloads") / "models"
@@ -40,7 +40,7 @@ def server(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 class _Streams:
-    """One client per endpoint that asks again and again."""
+    """Runs one client per endpoint, which sends one request after the other."""
 
     def __init__(self, server: Server) -> None:
         self.results: Counter[object] = Counter()

@@ -1,4 +1,4 @@
-"""Thousands of requests, a tenth of them left: memory, descriptors, threads and tasks stay what they were."""
+"""Thousands of requests, a tenth of which are left: memory, descriptors, threads and tasks do not grow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 class _Client:
-    """One that asks through every endpoint in turn, and leaves some of its answers."""
+    """A client that calls every endpoint in turn, and leaves some of its answers."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self._server = server
@@ -97,7 +97,7 @@ class _Client:
 
 
 def _soak(server: Server, rounds: int) -> list[Usage]:
-    """What the server held when idle, after each round behind the warm-up."""
+    """Returns what the idle server held after each round that follows the warm-up."""
     clients = [_Client(server, seed) for seed in range(_CLIENTS)]
     found = []
     try:
@@ -114,7 +114,7 @@ def _soak(server: Server, rounds: int) -> list[Usage]:
 
 
 def _growth(usages: list[Usage]) -> dict[str, float]:
-    """Per 10,000 requests, of all that is held."""
+    """Returns the growth per 10,000 requests of everything that is held."""
     requests = [_ROUND * number for number in range(len(usages))]
     return {
         name: 10_000 * slope(requests, [getattr(usage, name) for usage in usages])

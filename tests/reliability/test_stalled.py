@@ -1,4 +1,4 @@
-"""A reader that stalls: the engine is done with it long before it is, and a stalled stream is given up in time."""
+"""A reader that stalls: the engine finishes long before it, and a stalled stream is given up in time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def test_a_stalled_stream_is_cut(slow: Server) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("endpoint", [Endpoint.GRPC_STREAM, Endpoint.GRPC_BIDI, *TRITON_ENDPOINTS])
 def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Path, endpoint: Endpoint) -> None:
-    """gRPC takes some megabytes before it makes a writer wait; the client's machine is well and answers all along."""
+    """gRPC buffers some megabytes before a writer has to wait.
+
+    The client's machine works, and acknowledges all data.
+    """
     environment = {"MLSERVER_TORCH_STREAM_STALLED_READER_TIMEOUT": "1"}
     models = [Model("recite", str(recite))]
     with serve(tmp_path / "models", models, settings=QUIET, environment=environment, triton=True) as server:
@@ -79,7 +82,7 @@ def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("endpoint", _STREAMS)
 def test_a_slow_but_steady_reader_is_not_cut(slow: Server, endpoint: Endpoint) -> None:
-    """Slower than the stream, never as slow as the bound."""
+    """The reader is slower than the stream, but always faster than the timeout."""
     begun = time.monotonic()
     with wired(slow) as (far, rest, grpc_wire), calling(endpoint, far, "recite", max_tokens=200) as call:
         wire = rest if endpoint.rest else grpc_wire

@@ -1,6 +1,6 @@
-"""Characters of several bytes and stop strings, cut everywhere, through the whole server.
+"""Characters of several bytes and stop strings, split everywhere, through the whole server.
 
-The model says a byte per token, so every character and every stop string is cut at every place.
+The model generates a byte per token, so that every character and every stop string is split at every position.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FAST = (Endpoint.REST_STREAM, Endpoint.REST_UNARY, Endpoint.GRPC_UNARY)
 
 
 def _each(*endpoints: Endpoint) -> pytest.MarkDecorator:
-    """One stream and both replies at once in the fast tests."""
+    """In the fast tests, only one stream and both unary endpoints."""
     given = [each if each in _FAST else pytest.param(each, marks=pytest.mark.slow) for each in endpoints]
     return pytest.mark.parametrize("endpoint", given)
 

@@ -1,6 +1,6 @@
 """What a server process holds, seen from outside, and whether it grows.
 
-Knows /proc, and for the tasks of the event loop the model ``census`` that stands beside ours.
+Reads /proc, and counts the event loop's tasks with the model ``census`` on the same server.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def usage_of(server: Server) -> Usage:
 
 
 def tasks_of(server: Server) -> dict[str, int]:
-    """Tasks by the name of their coroutine."""
+    """Returns the number of tasks by the name of their coroutine."""
     response = plain_http.post(f"{server.url}/v2/models/census/infer", json={"inputs": []}, timeout=30)
     lines = [line.split() for line in response.raise_for_status().json()["outputs"][0]["data"]]
     return {kind: int(count) for count, kind in lines}
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the straight line that lies closest."""
+    """Returns the slope of the straight line that fits best."""
     middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
     over = sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True))
     return over / sum((x - middle_x) ** 2 for x in xs)

@@ -1,6 +1,6 @@
-"""A TCP relay between client and server that a test can cut or stop, as a killed or stalled client's machine would.
+"""A TCP relay between client and server that a test can cut or stop, like the machine of a killed or stalled client.
 
-Knows nothing of what it carries.
+Knows nothing of the data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BUFFER = 8192  # on the server's side, so that little is under way when nobody 
 
 
 class Wire:
-    """Listens on ``port`` and carries each connection to ``target`` in two threads."""
+    """Listens on ``port`` and relays each connection to ``target`` in two threads."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -31,7 +31,7 @@ class Wire:
         self._start(self._accept)
 
     def cut(self) -> None:
-        """Both ends learn at once that nobody is there any more."""
+        """Cuts the connections, which both sides notice at once."""
         for end in self._ends:
             with suppress(OSError):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -40,7 +40,7 @@ class Wire:
         self._ends.clear()
 
     def stop_reading(self) -> None:
-        """What the server says is not read any more; what the client says still arrives."""
+        """Stops reading from the server; data from the client still arrives."""
         self._flowing.clear()
 
     def read_on(self) -> None:
@@ -81,7 +81,7 @@ class Wire:
 
 @contextmanager
 def wired(server: Server) -> Iterator[tuple[Server, Wire, Wire]]:
-    """The server as seen through two wires, REST's and gRPC's."""
+    """The server through two relays, one for REST and one for gRPC."""
     rest, grpc = Wire(server.http_port), Wire(server.grpc_port)
     try:
         yield replace(server, http_port=rest.port, grpc_port=grpc.port), rest, grpc

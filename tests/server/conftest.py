@@ -1,6 +1,6 @@
-"""The servers of this room: one process each, shared by all its tests.
+"""The servers of these tests: one process each, shared by all tests.
 
-Knows no test; a test that disturbs a server for others starts its own.
+A test that disturbs a server for others starts its own.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _HANDLER = "def handle(data, context):\n    return None if data is None else ['x
 
 
 def with_foreign(folder: Path) -> dict[str, str]:
-    """The environment in which MLServer finds ``foreign``."""
+    """Returns the environment in which MLServer finds ``foreign``."""
     shutil.copy(foreign.__file__, folder / "foreign.py")
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``tiny`` has a version, ``other`` none and the other spelling of our class, ``narrow`` a queue of one.
+    """``tiny`` has a version; ``other`` has none, and names our class by its module; ``narrow`` has a queue of one
+    place.
 
-    ``tight`` has two rows, and memory for little more than one. ``foreign`` is a model of MLServer's own interface.
+    ``tight`` has two rows, and memory for little more than one. ``foreign`` is a model with MLServer's own interface.
     """
     folder = tmp_path_factory.mktemp("server")
     models = [
@@ -62,7 +63,7 @@ def stub(server: Server) -> Iterator[GRPCInferenceServiceStub]:
 
 @pytest.fixture(scope="session")
 def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Every step takes its time and every bound is small; ``narrow`` has one row and one place in its queue."""
+    """Every step is slowed down and every limit is small; ``narrow`` has one row and one place in its queue."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": "prefill:1:slow=0.3,decode:1:slow=0.02",
         "MLSERVER_TORCH_STREAM_SSE_PING_INTERVAL": "0.05",
@@ -79,7 +80,7 @@ def slow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session")
 def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Waits 2 s for the next piece of a prompt, and decodes so slowly that a client can leave in the middle."""
+    """Waits 2 s for the next piece of a prompt, and decodes so slowly that clients can leave in mid-answer."""
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": PACED,
         "MLSERVER_TORCH_STREAM_PIECE_TIMEOUT": "2",
@@ -91,8 +92,10 @@ def impatient(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def triton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With Triton's port, small messages, and decode steps so slow that a client can leave in the middle; ``foreign``
-    is another runtime's model."""
+    """Has Triton's port, small messages, and decode steps so slow that a client can leave in the middle of an answer.
+
+    ``foreign`` is a model of another runtime.
+    """
     folder = tmp_path_factory.mktemp("triton")
     shutil.copy(foreign.__file__, folder / "foreign.py")
     models = [
@@ -113,9 +116,9 @@ def triton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Each engine's 40th decode step fails, long after the first token was sent, then its third prefill.
+    """Each engine's 40th decode step fails, long after the first token was sent, and then its third prefill.
 
-    ``trial`` and ``broken`` have an endpoint of their own, ``handler`` is a TorchServe handler.
+    ``trial`` and ``broken`` have their own endpoints; ``handler`` is a TorchServe handler.
     """
     folder = tmp_path_factory.mktemp("failing")
     (folder / "handler.py").write_text(_HANDLER)
@@ -135,9 +138,9 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An empty folder and MLServer's own defaults (one worker, gzip), as on KServe: the model is in the environment.
+    """An empty folder and MLServer's own defaults (one worker, gzip), as on KServe: the environment names the model.
 
-    Its log is JSON, with prompts and answers. Its decode steps take their time.
+    Its log is JSON, with prompts and answers. Its decode steps are slowed down.
     """
     folder = tmp_path_factory.mktemp("bare")
     environment = {
@@ -158,16 +161,16 @@ def bare_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def spans() -> Iterator[Collector]:
-    """Where ``observed`` sends its spans."""
+    """The collector to which ``observed`` sends its spans."""
     with collector() as collecting:
         yield collecting
 
 
 @pytest.fixture(scope="session")
 def observed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, spans: Collector) -> Iterator[Server]:
-    """All that can be noticed of a server is on, but for prompts in the log; ``tiny`` and ``narrow`` as above.
+    """Everything by which a server can be observed is on, except prompts in the log; ``tiny`` and ``narrow`` as above.
 
-    Decode steps take their time, so that a client can leave in the middle.
+    Decode steps are slowed down, so that a client can leave in the middle of an answer.
     """
     models = [
         Model("tiny", str(tiny_model), version="v1"),

@@ -1,4 +1,4 @@
-"""Somebody else's runtime, which ours must not disturb. Copied into a test's folder, where MLServer finds it."""
+"""A runtime that is not ours, and that ours must not disturb. Copied into a test's folder, where MLServer finds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlserver.types import InferenceRequest, InferenceResponse
 
 
 class Foreign(MLModel):  # type: ignore[misc]
-    """Answers with what it was sent, twice on a stream; "fail" makes it fail."""
+    """Answers with the words it was sent, twice on a stream; the word "fail" makes it fail."""
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
         words = [word for tensor in payload.inputs for word in StringCodec.decode_input(tensor)]

@@ -1,10 +1,9 @@
-"""Starts scripts of this environment, as ``mlserver`` is one, by forks of a process that has imported their modules.
+"""Starts scripts of this environment, such as ``mlserver``, by forking a process that has imported their modules.
 
-The imports take some seconds of a processor, a fork some hundredths; the processes of a run of tests share one that
-forks. The child has the script's working directory, variables, output and arguments, and runs the script as Python
-does. What it cannot have is a variable that a library reads while it is imported: ``ForkServer.suits`` tells which
-environments need a Python of their own. The process that is forked runs no thread of ours, no event loop, no channel
-and no OpenMP region.
+The imports take some seconds of CPU time, a fork some hundredths; all processes of a test run share one that forks. The
+child has the script's working directory, variables, output and arguments, and runs the script as Python does. It cannot
+have other values of variables that a library reads while it is imported: ``ForkServer.suits`` tells which environments
+need a separate Python. The process that forks runs no thread of ours, no event loop, no channel and no OpenMP region.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks, and the way to it. It ends with the last process that is connected to it."""
+    """A connection to the process that forks, which ends with the last process that is connected to it."""
 
     def __init__(self) -> None:
         self._name = f"mlserver-torch-stream-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
@@ -96,7 +95,10 @@ class ForkServer:
         self._socket, self._environment = connected
 
     def _connect(self) -> tuple[socket.socket, dict[str, str]] | None:
-        """The way to the process, which tells its variables once it has imported all; None where there is none."""
+        """Connects to the process. Returns the connection and that process's variables; None if it does not run.
+
+        The process sends its variables once it has imported all modules.
+        """
         connection = _socket()
         with contextlib.suppress(OSError):
             connection.connect(f"\0{self._name}")
@@ -106,7 +108,7 @@ class ForkServer:
         return None
 
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a script runs the same in a fork as in a Python of its own."""
+        """Returns whether a script runs the same in a fork as in a separate Python."""
         changed = {name for name, _ in environment.items() ^ self._environment.items()}
         folders = [Path(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
         early = any((folder / "sitecustomize.py").exists() for folder in folders)
@@ -115,7 +117,10 @@ class ForkServer:
     def start(
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], output: IO[bytes]
     ) -> ForkedProcess:
-        """Runs a script in ``folder``. ``command``: its path and its arguments. ``output``: for both its outputs."""
+        """Runs a script in ``folder``.
+
+        ``command`` is its path and its arguments; ``output`` gets its stdout and stderr.
+        """
         message = json.dumps([list(command), str(folder), dict(environment)]).encode()
         assert len(message) < _MESSAGE_BYTES
         reports, theirs = os.pipe()
@@ -130,13 +135,16 @@ class ForkServer:
 
 
 def can_fork() -> bool:
-    """Whether what servers import is installed: some rooms are tested without torch. Only Linux has ``pidfd_open``."""
+    """Returns whether a server's imports are installed, as some tests run without torch.
+
+    Only Linux has ``pidfd_open``.
+    """
     return importlib.util.find_spec("torch") is not None and hasattr(os, "pidfd_open")
 
 
 @cache
 def fork_server() -> ForkServer:
-    """This process's one."""
+    """The fork server of this process."""
     server = ForkServer()
     atexit.register(server.close)
     return server
@@ -147,7 +155,7 @@ def _socket() -> socket.socket:
 
 
 def _serve(listener: socket.socket, environment: bytes) -> list[str] | None:
-    """Returns the command in each child, None in the parent once nobody is connected any more."""
+    """Returns the command in each child, and None in the parent once nobody is connected any more."""
     children: dict[int, tuple[int, int]] = {}  # by pidfd: the pid, and the pipe for its status
     connections: dict[int, socket.socket] = {}
     ready = select.poll()
@@ -186,7 +194,7 @@ def _serve(listener: socket.socket, environment: bytes) -> list[str] | None:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the same user is at the other end: whoever is connected has scripts run as this user."""
+    """Returns whether the client is the same user, as connected clients have scripts run by this user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] == os.getuid()
 
@@ -200,7 +208,7 @@ def _report_end(child: int, pid: int, reports: int) -> None:
 
 
 def _become(command: list[str], folder: str, environment: dict[str, str], output: int) -> list[str]:
-    """Gives this process what ``exec`` would give it."""
+    """Changes this process as ``exec`` would."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.closerange(3, 1024)

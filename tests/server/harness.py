@@ -1,6 +1,6 @@
-"""A real ``mlserver start`` process on free ports, and what a test wants to ask it.
+"""A real ``mlserver start`` process on free ports, and what tests ask it.
 
-Knows nothing of what the models answer; every wait here has a bound, and what was started is stopped by its pid.
+Knows nothing of the models' answers. Every wait has a limit, and started processes are stopped by their pids.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def counters(self, model: str) -> dict[str, float]:
-        """Our metrics of one model, by their name without its prefix."""
+        """Returns our metrics of one model, by their names without the prefix."""
         text = plain_http.get(f"http://{HOST}:{self.metrics_port}/metrics", timeout=10).text
         found = {}
         for line in text.splitlines():
@@ -91,7 +91,7 @@ class Server:
     def wait_for(
         self, model: str, condition: Callable[[dict[str, float]], bool], seconds: float = 20.0
     ) -> dict[str, float]:
-        """The first counters that meet the condition."""
+        """Waits until the counters meet the condition, and returns them."""
         end = time.monotonic() + seconds
         while not condition(counters := self.counters(model)):
             if time.monotonic() > end:
@@ -128,11 +128,13 @@ def serve(
     command: Sequence[str] | None = None,
     forked: bool = True,
 ) -> Iterator[Server]:
-    """Runs ``mlserver start folder``. ``settings`` None: no settings.json, the ports come from the environment.
+    """Runs ``mlserver start folder``. If ``settings`` is None, there is no settings.json, and the environment sets the
+    ports.
 
-    ``ready`` false: yields at once, for servers that are expected to fail. ``triton``: with Triton's port. ``command``:
-    another program of this environment, or the path of a program, with its arguments, in the folder. ``forked`` false:
-    in a Python of its own, which imports all that the server needs, for tests of the start itself and of memory.
+    With ``ready`` false, yields at once, for servers that are expected to fail. With ``triton``, has Triton's port.
+    ``command`` is another program of this environment, or the path of a program, with its arguments, in the folder.
+    With ``forked`` false, runs in a separate Python, which imports all that the server needs, for tests of the start
+    and memory.
     """
     http_port, grpc_port, metrics_port, *more = free_ports(4 if triton else 3)
     ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
@@ -167,7 +169,7 @@ def serve(
 
 
 def _clean_environment() -> dict[str, str]:
-    """The test's own environment without settings that would leak into the server."""
+    """Returns the test's own environment without settings that would affect the server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_MODEL_")}
 
 

@@ -1,6 +1,6 @@
 """Requests that are in flight while a test does something to the server, and how each of them ended.
 
-Knows nothing of what is done to the server.
+Knows nothing of what the test does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOUND_S = 60.0
 
 @dataclass
 class Ending:
-    """What came of one request. ``code``: REST's status, or gRPC's code unless it is OK."""
+    """The result of one request. ``code`` is the REST status, or the gRPC code unless it is OK."""
 
     replies: list[v2.Reply] = field(default_factory=list)
     code: int | grpc.StatusCode | None = None
@@ -36,7 +36,7 @@ class Ending:
 
     @property
     def reason(self) -> str | None:
-        """The finish reason of a request that has exactly one final response, its last."""
+        """Returns the finish reason of a request, whose last response must be its only final one."""
         finals = [reply for reply in self.replies if reply.final]
         assert len(finals) == 1 and finals[0] is self.replies[-1], self.replies[-3:]
         return finals[0].finish_reason
@@ -44,7 +44,7 @@ class Ending:
 
 @dataclass
 class Flight:
-    """A running request: it has been seen to begin if it streams."""
+    """A running request. If it streams, its first response has arrived."""
 
     ending: Future[Ending]
 
@@ -53,7 +53,7 @@ class Flight:
 
 
 class Flights:
-    """Starts requests in threads; each method returns once the server is known to work on it, or to have refused it."""
+    """Starts requests in threads; each method returns once the server runs the request or has refused it."""
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor, stub: GRPCInferenceServiceStub) -> None:
         self._server = server
@@ -64,11 +64,11 @@ class Flights:
         return self._begin(lambda begun: _rest_stream(self._server, model, parameters, begun))
 
     def grpc_stream(self, model: str, *, linger: bool = False, **parameters: Any) -> Flight:
-        """``linger``: the client keeps its side open for further messages."""
+        """With ``linger``, the client keeps its side open for further messages."""
         return self._begin(lambda begun: _grpc_stream(self._stub, model, parameters, begun, linger))
 
     def grpc_prompt(self, model: str, text: str) -> Flight:
-        """A prompt whose end never comes. Returns at once: nothing can be seen of it."""
+        """Starts a prompt whose end never comes. Returns at once, as nothing shows that it has begun."""
         parameters = {"stream_mode": "prompt", "max_tokens": 4}
         work = lambda: _grpc_stream(self._stub, model, parameters, lambda: None, True, text)  # noqa: E731
         return Flight(self._pool.submit(work))
@@ -109,7 +109,7 @@ def grpc_unary(stub: GRPCInferenceServiceStub, model: str, **parameters: Any) ->
 
 
 def grpc_refusal(stub: GRPCInferenceServiceStub, model: str) -> grpc.StatusCode | None:
-    """The code with which a stream is refused."""
+    """Returns the code with which a stream is refused."""
     return _grpc_stream(stub, model, {"max_tokens": 1}, lambda: None, False).code
 
 

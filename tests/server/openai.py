@@ -1,7 +1,4 @@
-"""Requests of OpenAI's API as a test wants to write and read them.
-
-Knows nothing of a particular server.
-"""
+"""Sends requests of OpenAI's API and reads their answers."""
 
 from __future__ import annotations
 
@@ -45,14 +42,14 @@ def events(response: httpx.Response) -> list[str]:
 
 
 def stream(server: Server, path: str, body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream that ends well."""
+    """Returns the chunks of a stream, which must end with ``[DONE]``."""
     *chunks, end = events(post(server, path, {**body, "stream": True}))
     assert end == DONE
     return [json.loads(chunk) for chunk in chunks]
 
 
 def refused(response: httpx.Response) -> dict[str, Any]:
-    """The error object of a reply that has nothing else."""
+    """Returns the error object of a reply, which must have nothing else."""
     body = response.json()
     assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]
@@ -60,13 +57,13 @@ def refused(response: httpx.Response) -> dict[str, Any]:
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
-    """The texts of a whole answer, by index."""
+    """Returns the texts of a whole answer, by index."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     return [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
 
 
 def joined(chunks: list[dict[str, Any]]) -> list[str]:
-    """The texts of a stream, by index."""
+    """Returns the texts of a stream, by index."""
     found: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:

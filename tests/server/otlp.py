@@ -1,7 +1,4 @@
-"""A collector of OpenTelemetry spans: the real gRPC service, keeping what it is sent.
-
-Knows nothing of who sends.
-"""
+"""A collector of OpenTelemetry spans: the real gRPC service, which keeps the spans it receives."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class Collector(service.TraceServiceServicer):
             return list(self._spans)
 
     def wait_for(self, condition: Callable[[list[Span]], bool], seconds: float = 30.0) -> list[Span]:
-        """All spans, once they meet the condition."""
+        """Waits until the spans meet the condition, and returns all of them."""
         end = time.monotonic() + seconds
         with self._arrived:
             while not condition(self._spans):

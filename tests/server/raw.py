@@ -1,6 +1,6 @@
-"""REST over a bare socket, for what no HTTP client would do: stop reading, leave early, send odd bytes.
+"""REST over a plain socket, for what no HTTP client would do: stop reading, leave early, send malformed bytes.
 
-Knows HTTP/1.1 just well enough.
+Implements only as much of HTTP/1.1 as the tests need.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def chunked(parts: Iterable[bytes]) -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the server ends the connection, in whatever way."""
+    """Returns all bytes that arrive until the server ends the connection, in whatever way."""
     received = b""
     try:
         while part := connection.recv(65536):

@@ -1,7 +1,4 @@
-"""What a server shows to a scraper.
-
-Knows nothing of what the figures should be.
-"""
+"""Reads a server's metrics as a scraper does."""
 
 from __future__ import annotations
 
@@ -33,13 +30,13 @@ class Scrape:
         ]
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of all series that have these labels, of which there is at least one."""
+        """Returns the sum of all series with these labels; there must be at least one."""
         found = [each.value for each in self.samples if each.name == name and labels.items() <= each.labels.items()]
         assert found, f"no {name} with {labels}"
         return sum(found)
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """The series that are not 0, by a label's value."""
+        """Returns the series that are not 0, by a label's value."""
         series = (each for each in self.samples if each.name == name and labels.items() <= each.labels.items())
         return {each.labels[label]: each.value for each in series if each.value}
 
@@ -61,7 +58,7 @@ def on_rest_port(server: Server) -> Scrape:
 
 
 def settled(server: Server, condition: Callable[[Scrape], bool], seconds: float = 30.0) -> Scrape:
-    """The first scrape that meets the condition: a request is counted just after its last byte has left."""
+    """Waits until a scrape meets the condition: a request is counted just after its last byte is sent."""
     end = time.monotonic() + seconds
     while not condition(scrape := on_rest_port(server)):
         assert time.monotonic() < end, [each for each in scrape.samples if each.name.startswith("torch_stream_")]

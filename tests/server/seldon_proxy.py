@@ -1,6 +1,6 @@
-"""A proxy as Seldon Core 2's agent runs one beside each server: OpenAI chat requests in, V2 requests out.
+"""A proxy like the one that Seldon Core 2's agent runs beside each server: OpenAI chat requests in, V2 requests out.
 
-Knows HTTP and the model's name with its version; what a request or a reply becomes is the translator's affair.
+Knows HTTP and the model's name with its version; the translator converts requests and replies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DROPPED = ("connection", "content-length", "date", "keep-alive", "server", "tra
 
 @contextmanager
 def seldon_proxy(server: Server, versions: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yields the base URL. ``versions``: names of models as the server has them, by the names that clients use."""
+    """Yields the base URL. ``versions`` maps the names that clients use to the names of models on the server."""
 
     class Proxy(_Proxy):
         port = server.http_port
@@ -81,7 +81,7 @@ class _Proxy(BaseHTTPRequestHandler):
             self._send(500, {}, f"Failed to translate response from OIP format: {error}".encode())
 
     def _stream(self, reply: http.client.HTTPResponse, headers: Mapping[str, str]) -> None:
-        """The first event decides the status; at a later one that cannot be translated the connection breaks."""
+        """The first event decides the status; if a later event cannot be translated, the connection breaks."""
         events = openai_events(iter(lambda: reply.read1(65536), b""))
         first = next(events, None)
         if first is None:

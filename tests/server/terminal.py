@@ -1,7 +1,4 @@
-"""A program in a terminal of its own: what is typed reaches it as keys, Ctrl-C as SIGINT from the terminal.
-
-Knows nothing of the program.
-"""
+"""A program in its own terminal: what is typed reaches it as keys, Ctrl-C as SIGINT from the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Terminal:
-    """``shown``: all that the program has printed so far, with the terminal's line ends as ``\\n``."""
+    """``shown`` is everything that the program has printed so far, with ``\\n`` as line endings."""
 
     def __init__(self, leader: int, process: subprocess.Popen[bytes]) -> None:
         self._leader = leader
@@ -38,7 +35,7 @@ class Terminal:
         os.write(self._leader, keys.encode())
 
     def wait_for(self, text: str, after: int = 0) -> int:
-        """Where what is shown goes on behind ``text``, which appears behind ``after``."""
+        """Waits for ``text`` in the output after position ``after``. Returns the position of its end."""
         end = time.monotonic() + _BOUND_S
         while (found := self.shown.find(text, after)) < 0:
             assert self._read(end), f"no {text!r} in {self.shown[after:]!r}"
@@ -51,7 +48,7 @@ class Terminal:
         return self.process.wait(_BOUND_S)
 
     def _read(self, end: float) -> bool:
-        """False: the program has ended, or its time is over."""
+        """Returns False if the program has ended or the time is over."""
         if not select.select([self._leader], [], [], max(0.0, end - time.monotonic()))[0]:
             return False
         try:

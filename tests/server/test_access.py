@@ -1,4 +1,4 @@
-"""Keys and TLS on every port of a server that has both: its table of endpoints, walked; its file of keys, changed."""
+"""Keys and TLS on every port of a server: each endpoint of its table is called, and its file of keys is changed."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def _wait(condition: Callable[[], bool], server: Server, seconds: float = 20.0) 
 
 
 def _paths(path: str) -> list[str]:
-    """The path of a route for a model of ours, for another runtime's, and for one that is not there."""
+    """Returns the path of a route for a model of ours, for another runtime's model, and for an unknown model."""
     names = ("tiny", "foreign", "nothing") if "{model_name" in path else ("",)
     filled = [re.sub(r"\{model_name(:path)?\}", name, path) for name in names]
     return [re.sub(r"\{\w+(:path)?\}", "x", each) for each in filled]
 
 
 def test_every_rest_endpoint_refuses_without_a_key_but_for_health(guarded: Guarded) -> None:
-    """The table is that of the running application: other runtimes' routes and MLServer's own are in it."""
+    """The table is that of the running application, and includes the routes of other runtimes and MLServer's own."""
     with guarded.http() as asking:
         routes = [(path, method) for path, methods in asking.get("/routes").json() for method in methods]
     assert {"/routes", "/v2", "/metrics", "/v1/files", "/v2/repository/index"} <= {path for path, _ in routes}
@@ -264,7 +264,7 @@ def test_two_keys_at_once_are_refused(guarded: Guarded) -> None:
 
 
 def test_a_body_is_not_read_before_its_key_is_checked(guarded: Guarded) -> None:
-    """The client waits for ``100 Continue`` and would send a gigabyte: the refusal comes first."""
+    """The client waits for ``100 Continue`` before it sends a gigabyte, and is refused before that."""
     head = (
         "POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000000\r\n\r\n"
     )
@@ -307,7 +307,7 @@ def test_with_a_key_all_is_as_without_keys(guarded: Guarded, key: str) -> None:
 
 
 def test_the_file_of_keys_is_read_again_when_it_changes(guarded: Guarded) -> None:
-    """A new key counts at once and a removed one no longer; a file that has gone leaves the last ones."""
+    """A new key counts at once, and a removed one no longer; if the file is deleted, the last keys remain valid."""
 
     def statuses() -> list[int]:
         with guarded.http() as old, guarded.http("a-third-key") as new:
@@ -329,7 +329,7 @@ def test_the_file_of_keys_is_read_again_when_it_changes(guarded: Guarded) -> Non
 
 @pytest.mark.parametrize("port", ["grpc", "triton"])
 def test_a_stream_takes_no_request_once_its_key_is_removed(guarded: Guarded, port: str) -> None:
-    """What is being answered by then is answered."""
+    """Requests that are already being answered are completed."""
     asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     request = v2.grpc_request("tiny", "Hello", max_tokens=40, ignore_eos=True).SerializeToString()
     metadata = (("authorization", f"Bearer {KEY}"),)
@@ -408,7 +408,7 @@ def test_the_chat_sends_the_key_of_a_file_and_trusts_an_authority(guarded: Guard
 
 
 def test_what_serve_prints_of_a_server_with_a_key_and_tls_streams(guarded: Guarded) -> None:
-    """Both the request and the chat; the certificate that they trust is the server's own."""
+    """Runs both the printed request and the chat; the certificate that they trust is the server's own."""
     certificate = guarded.authority.certificate.with_name("server.pem")
     prefix, out = "MLSERVER_TORCH_STREAM_", io.StringIO()
     environ = {f"{prefix}API_KEYS_FILE": str(guarded.keys_file), f"{prefix}TLS_CERT_FILE": str(certificate)}
@@ -422,7 +422,7 @@ def test_what_serve_prints_of_a_server_with_a_key_and_tls_streams(guarded: Guard
 
 
 def test_before_any_model_is_loaded_the_ports_are_guarded(tmp_path: Path) -> None:
-    """A server without models, whose clients must show a certificate, and whose metrics and repository are open."""
+    """A server without models: clients must show a certificate, and metrics and repository are open."""
     authority = Authority(tmp_path / "tls")
     own, ours = authority.sign("server"), authority.sign("client")
     (tmp_path / "keys").write_text(KEY)
@@ -485,7 +485,7 @@ def test_the_example_of_the_page_serves_over_tls_to_those_who_have_the_key(tmp_p
 
 
 def _exported(script: str, folder: Path) -> dict[str, str]:
-    """What the script exports, run in the folder."""
+    """Returns the variables that the script exports when it runs in the folder."""
     done = _shell(f"{script}\necho\nexport -p", folder)
     assert done.returncode == 0, done.stderr
     return {

@@ -1,4 +1,4 @@
-"""Settings of keys and TLS that cannot be: each is named, and ends the start. In this process, without a server."""
+"""Invalid settings of keys and TLS: each is named, and ends the start. Runs in this process, without a server."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_tls_that_cannot_be_is_named(files: Callable[[Authority], dict[str, Path
 
 
 def test_a_file_of_keys_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
-    """As archives with fixed times unpack it."""
+    """An archive with fixed times unpacks such files."""
     path = tmp_path / "keys"
     path.write_text("first-key")
     os.utime(path, (0, 0))
@@ -114,7 +114,7 @@ def test_a_file_of_keys_of_the_same_size_and_time_is_read_again(tmp_path: Path) 
 def test_a_preflight_needs_no_key_where_mlserver_answers_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cors: dict[str, list[str]] | None
 ) -> None:
-    """A browser sends no key with it. MLServer's middleware answers it, and no route."""
+    """A browser sends no key with a preflight request. MLServer's middleware answers it, rather than a route."""
     (tmp_path / "keys").write_text("a-key")
     for listener in (RESTServer, MetricsServer):
         monkeypatch.setattr(listener, "_get_config", listener._get_config)
@@ -137,7 +137,7 @@ def test_a_preflight_needs_no_key_where_mlserver_answers_it(
 
 
 def test_a_web_socket_without_a_key_is_closed_before_it_is_open(tmp_path: Path) -> None:
-    """uvicorn accepts them where its libraries are installed, and other runtimes' models may have such routes."""
+    """uvicorn accepts web sockets if their libraries are installed, and other runtimes may have such routes."""
     (tmp_path / "keys").write_text("a-key")
     reached: list[str] = []
     sent: list[Message] = []

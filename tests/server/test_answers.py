@@ -14,7 +14,7 @@ _BOUND_S = 10
 
 
 class Script:
-    """An answer that counts to ``count``, then ends, or raises ``error``; it waits for ``gate`` at every step."""
+    """An answer that counts to ``count`` and then ends or raises ``error``; it waits for ``gate`` at every step."""
 
     def __init__(self, name: int, count: int = 3, error: BaseException | None = None) -> None:
         self.name = name
@@ -67,7 +67,7 @@ def test_every_reply_comes_once_and_in_its_answers_order(most_open: int) -> None
 
 
 def test_replies_come_in_the_order_in_which_they_were_made_also_to_a_reader_that_lags() -> None:
-    """A later one does not overtake one that waits for the reader: two requests of one sequence would change places."""
+    """A reply does not overtake one that waits for the reader, which would swap two requests of one sequence."""
     made: list[str] = []
     scripts = [Script(name, 1) for name in range(32)]
 

@@ -210,7 +210,7 @@ print(text, end="")
 
 
 def test_tritons_client_gets_the_text_with_its_defaults(server: Server) -> None:
-    """MLServer depends on it, so it is in this environment; gevent, which it brings, stays in a process of its own."""
+    """Triton's client is a dependency of MLServer. It runs in a separate process, because it uses gevent."""
     target = server.url.removeprefix("http://")
     done = subprocess.run([sys.executable, "-c", _TRITON, target], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

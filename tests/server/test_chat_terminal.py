@@ -1,4 +1,4 @@
-"""The chat in a terminal, against a real server: what is shown below an answer, history, Ctrl-C."""
+"""The chat in a terminal with a real server: what is shown below an answer, history, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _chat(*arguments: str) -> Iterator[Terminal]:
 
 
 def _transport(server: Server, name: str) -> list[str]:
-    """The chat's options for it."""
+    """Returns the chat's options for the transport."""
     return ["--url", f"grpc://{server.grpc_target}" if name == "grpc" else server.url]
 
 
 def _answer(shown: Terminal, question: str) -> tuple[str, int]:
-    """The text of the answer, and the tokens that the line below it tells."""
+    """Returns the answer's text, and the number of tokens in the line below it."""
     asked = len(shown.shown)
     shown.type(f"{question}\n")
     begin = shown.wait_for(f"{question}\n", asked)

@@ -1,6 +1,6 @@
 """A stream that is left, seen from inside: its rows are free before the second decode step that begins afterwards.
 
-The garbage collector is off, so that nothing but our own clean-up can have done it.
+The garbage collector is off, so that only our own clean-up can have freed them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers last until their readers have left."""
+    """Slows decode steps down, so that answers last until their readers have left."""
     monkeypatch.setenv("MLSERVER_TORCH_STREAM_FAULTS", "decode:1:slow=0.01")
 
 
@@ -91,12 +91,12 @@ def _gauges() -> EngineStats:
 
 
 def _counters() -> EngineStats:
-    """Since the process began."""
+    """Returns the counters since the process began."""
     return server_state().engine_metrics.counters()[_NAME, ""]
 
 
 async def _steps_after(runtime: TorchStreamRuntime, leave: Leave) -> int:
-    """Decode steps from the moment when the stream had been left until nothing was running."""
+    """Returns the number of decode steps from when the stream was left until nothing was running."""
     await runtime.load()
     try:
         before = _counters()

@@ -1,4 +1,4 @@
-"""Our client against a real server: REST and gRPC give the same events, and leaving an iterator frees its row."""
+"""Our client with a real server: REST and gRPC give the same events, and leaving an iterator frees its row."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _urls(server: Server) -> tuple[str, str]:
 
 
 def _transport(server: Server, name: str) -> dict[str, Any]:
-    """What a Client is given for it."""
+    """Returns a Client's arguments for the transport."""
     rest, grpc = _urls(server)
     return {"rest": {"url": rest}, "grpc": {"url": grpc}}[name]
 
 
 def _sequences(deltas: Sequence[client.Delta]) -> dict[int, tuple[Any, ...]]:
-    """What the events add up to: how tokens are spread over them depends on the moment."""
+    """Returns what the events add up to, as the number of tokens in each event varies."""
     assert [delta.final for delta in deltas] == [False] * (len(deltas) - 1) + [True]
 
     def joined(part: Callable[[client.Delta], Iterable[Any]], index: int) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ def test_leaving_the_iterator_frees_the_row_while_the_client_stays(slow: Server,
 
 @pytest.mark.parametrize("collect", [_blocking, _in_asyncio])
 def test_a_server_that_falls_silent_is_left_after_the_timeout(slow: Server, collect: Collect) -> None:
-    """Over REST the comments of a long prefill are no silence, so a listener that never answers takes part there."""
+    """Over REST, comments during a long prefill break the silence, so a listener that never answers is used instead."""
     with socket.create_server((HOST, 0)) as silent, pytest.raises(client.StreamBroken, match="before its first event"):
         collect(f"http://{HOST}:{silent.getsockname()[1]}", "tiny", "Hello", timeout=0.2)
     before = slow.counters("tiny")["cancelled_sequences"]
@@ -218,7 +218,7 @@ def test_the_ready_models_are_named_over_every_transport(server: Server) -> None
 
 
 def test_a_connection_is_kept_for_the_next_call(server: Server) -> None:
-    """Also after a stream that was left: its connection cannot be used again."""
+    """This holds after a stream that was left, too, whose own connection cannot be reused."""
     for url in _urls(server):
         with client.Client(url) as asked:
             texts = []

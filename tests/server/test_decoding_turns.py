@@ -1,4 +1,4 @@
-"""Requests whose bodies take long to decode, and arrive together, leave the event loop to others between them."""
+"""Requests that arrive together and take long to decode let the event loop serve others between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLIENTS = 16
 
 
 def test_others_are_answered_between_large_bodies_that_arrive_together(server: Server) -> None:
-    """Each of the schemas, of many references, is looked at for some 20 ms and then refused."""
+    """Each schema has many references; it is examined for about 20 ms and then refused."""
     parts = {f"p{i}": {"anyOf": [{"$ref": f"#/$defs/p{(i + j) % 400}"} for j in range(1, 60)]} for i in range(400)}
     schema = {"$defs": parts, "type": "object", "properties": {"a": {"$ref": "#/$defs/p0"}}, "required": ["a"]}
     body = json.dumps(

@@ -1,4 +1,4 @@
-"""The other ways in which MLServer is started: from the environment alone, with workers, and with what is wrong."""
+"""Other ways to start MLServer: from the environment alone, with workers, and with errors in the settings."""
 
 from __future__ import annotations
 

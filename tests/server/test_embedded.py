@@ -1,4 +1,4 @@
-"""The real small model that every installation brings: it streams sense, alone and in a crowd."""
+"""The small real model that every installation includes: it streams sensible text, alone and beside many others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """In fp32, where a token does not depend on the batch that it was computed in."""
+    """In float32, so that a token does not depend on the batch in which it was computed."""
     models = [Model("smollm2", "embedded://smollm2-135m-instruct", extra={"dtype": "float32"})]
     with serve(tmp_path_factory.mktemp("smollm2") / "models", models, settings=QUIET) as running:
         yield running

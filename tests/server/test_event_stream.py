@@ -1,4 +1,4 @@
-"""Events and pings of one stream are sent one after another, also while the reader lags."""
+"""Events and pings of one stream are sent one after another, even while the reader lags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOKS = 2000
 
 
 class _Reader:
-    """Takes nothing before ``takes`` is set."""
+    """Receives nothing before ``takes`` is set."""
 
     def __init__(self) -> None:
         self.takes = asyncio.Event()

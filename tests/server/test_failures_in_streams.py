@@ -1,4 +1,4 @@
-"""A sequence that fails while its reader lags: the text that the reader has not had comes before the error."""
+"""A sequence fails while its reader lags: text that the reader has not received yet comes before the error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPELLINGS = {type(each).__name__: each for row in REST_ROUTES if row.streaming 
 
 
 def _streamed(spelling: Spelling, *events: TokenEvent) -> list[dict[str, Any]]:
-    """The messages of a stream all of whose events were there before its reader looked."""
+    """Returns the messages of a stream whose events are all there before its reader begins."""
 
     async def start(opened: Opened) -> None:
         mailbox = Mailbox(asyncio.get_running_loop(), 1, lambda mailbox: None)

@@ -1,4 +1,4 @@
-"""A script that is forked from a process with its imports finds what a Python of its own would give it."""
+"""A script that is forked from a process with its imports finds the same environment as in a separate Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.exit(7)
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """It imports a module from its own folder and one from PYTHONPATH."""
+    """A script that imports a module from its own folder and one from PYTHONPATH."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "found.py").touch()
     (tmp_path / "beside.py").touch()

@@ -1,4 +1,4 @@
-"""gRPC, against a real server: unary and the three shapes of a stream, statuses, raw contents."""
+"""gRPC with a real server: unary, the three kinds of streams, statuses, raw contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENOUGH = 15  # tokens of a server whose steps take so long that the reader gets
 
 @pytest.fixture(scope="module")
 def paced(triton: Server) -> Iterator[Stub]:
-    """Of a server whose decode steps take their time."""
+    """The stub of a server whose decode steps are slowed down."""
     with grpc.insecure_channel(triton.grpc_target) as channel:
         yield Stub(channel)
 

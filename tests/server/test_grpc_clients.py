@@ -1,4 +1,4 @@
-"""gRPC as Triton's and KServe's clients write it: fields and parameters that MLServer's own messages do not have."""
+"""gRPC as Triton's and KServe's clients use it: fields and parameters that MLServer's own messages do not have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.harness import Server
 
 
 def _with(name: str, field: bytes) -> pb.ModelInferRequest:
-    """A request with a parameter that is written with a field of Triton's."""
+    """Returns a request with a parameter that uses one of Triton's fields."""
     request = v2.grpc_request("tiny", "Hello fox", max_tokens=12, ignore_eos=True)
     request.parameters[name].MergeFromString(field)
     return request
@@ -85,7 +85,7 @@ print(result.as_numpy("text_output")[0].decode(), end="")
 
 
 def test_tritons_client_is_answered(server: Server, stub: Stub) -> None:
-    """In a process of its own: its messages have the names of MLServer's."""
+    """Runs in a separate process, as its messages have the same names as MLServer's."""
     done = subprocess.run([sys.executable, "-c", _TRITON, server.grpc_target], capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     plain = v2.grpc_request("tiny", "Hello fox", max_tokens=12, ignore_eos=True, temperature="0.8", seed=5)

@@ -1,4 +1,4 @@
-"""Server reflection: a client that knows no message learns each port's services from it, and calls them."""
+"""Server reflection: a client without any message definitions learns each port's services by it, and calls them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _ask(channel: grpc.Channel, service: str, *requests: dict[str, Any]) -> list
 
 
 def _learned(channel: grpc.Channel, service: str) -> Any:
-    """The descriptor of a service, out of the file that the server sends."""
+    """Returns the descriptor of a service, from the file that the server sends."""
     (response,) = _ask(channel, SERVICES[1], {"file_containing_symbol": service})
     pool = descriptor_pool.DescriptorPool()
     for file in response.file_descriptor_response.file_descriptor_proto:

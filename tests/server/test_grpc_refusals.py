@@ -1,4 +1,4 @@
-"""What a client does wrong over gRPC, or its leaving, is a status and at most one line in the log, no traceback."""
+"""Errors of clients over gRPC, and clients that leave, give a status and at most one line in the log, no traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT = "Hello fox"
 
 @pytest.fixture
 def server(impatient: Server) -> Server:
-    """One whose log has no lines of other rooms' clients, and on which a client can leave in the middle."""
+    """A server with no other tests' lines in its log, and so slow that clients can leave in mid-answer."""
     return impatient
 
 
@@ -39,7 +39,7 @@ def refusal(stub: Stub, streaming: bool, *requests: pb.ModelInferRequest) -> grp
 
 
 def _ends(responses: Iterable[pb.ModelInferResponse]) -> dict[Any, str]:
-    """How each request of a stream has ended, by its number."""
+    """Returns how each request of a stream has ended, by its number."""
     ends = {}
     for reply in map(v2.grpc_reply, responses):
         if reply.final:
@@ -58,7 +58,7 @@ class _Log:
         return self._server.log[self._begun :].splitlines()
 
     def settled(self, count: int) -> list[str]:
-        """As soon as there are so many lines, and a moment for more."""
+        """Waits until there are ``count`` lines, and a moment for more. Returns all of them."""
         end = time.monotonic() + 20
         while len(self.lines) < count and time.monotonic() < end:
             time.sleep(0.02)
@@ -77,7 +77,7 @@ def test_a_stream_that_ends_before_its_first_message_is_invalid_argument(server:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_an_error_whose_text_is_too_long_for_metadata_is_cut(stub: Stub, streaming: bool) -> None:
-    """Else the client gets RESOURCE_EXHAUSTED in its place."""
+    """Otherwise the client gets RESOURCE_EXHAUSTED instead."""
     error = refusal(stub, streaming, v2.grpc_request("ü" * 3000, _PROMPT))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert error.details().startswith("Model üüü") and error.details().endswith("ü…")
@@ -187,7 +187,7 @@ def test_strings_of_a_tensor_are_counted_before_they_are_converted(stub: Stub, s
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_large_message_is_answered_as_a_small_one(stub: Stub, streaming: bool) -> None:
-    """It is converted in a thread."""
+    """A large message is converted in a thread."""
     errors = [refusal(stub, streaming, v2.grpc_request("tiny", "a " * count, raw=True)) for count in (5_000, 50_000)]
     assert {error.code() for error in errors} == {grpc.StatusCode.INVALID_ARGUMENT}
     assert all(error.details().startswith("text_input: ") and "tokens" in error.details() for error in errors)
@@ -221,7 +221,7 @@ def test_metadata_of_an_unknown_model_is_one_line_at_info(server: Server, stub: 
 
 
 def test_clients_that_leave_leave_no_traceback(server: Server, stub: Stub) -> None:
-    """At every moment: before the first response, between two, with messages still to come."""
+    """Clients leave at different times: before the first response, between two, and with messages still to come."""
     log = _Log(server)
     for number in range(30):
         requests = [v2.grpc_request("tiny", _PROMPT, max_tokens=100, ignore_eos=True)] * (1 + number % 3)

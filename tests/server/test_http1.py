@@ -1,4 +1,4 @@
-"""HTTP/1 as some clients speak it: an offer of HTTP/2 with a body behind it, HTTP/1.0, requests that never end."""
+"""HTTP/1 as some clients use it: an offer of HTTP/2 followed by a body, HTTP/1.0, and requests that never end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STREAM = "/v2/models/tiny/infer_stream"
 
 @pytest.fixture(scope="module")
 def text(server: Server) -> str:
-    """What is answered to a client that offers nothing."""
+    """The answer to a client that offers nothing."""
     return v2.rest_unary(server.url, _INFER, json.loads(_BODY)).text
 
 
 def _answers(connection: socket.socket, count: int) -> Iterator[tuple[int, bytes]]:
-    """Statuses and bodies of answers with a declared length, one after another on one connection."""
+    """Yields statuses and bodies of answers with a declared length, one after another on one connection."""
     with closing(connection.makefile("rb")) as received:
         for _ in range(count):
             status = int(received.readline().split()[1])
@@ -176,7 +176,7 @@ def test_a_whole_answer_to_an_http_1_0_client_has_its_length(server: Server, pat
 
 
 def test_a_client_that_ends_its_side_has_left(slow: Server) -> None:
-    """As nginx sees it, and as docs/protocol.md says."""
+    """nginx treats it in the same way, and docs/protocol.md says so."""
     with raw.connected(slow) as connection:
         connection.sendall(raw.post(_INFER, v2.rest_body("Hello", max_tokens=900, ignore_eos=True)))
         slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
@@ -220,7 +220,7 @@ def test_what_never_ends_beside_a_body_is_cut_off(server: Server, text: str, beg
 
 
 def test_two_hosts_are_refused(server: Server) -> None:
-    """RFC 9112, 3.2: a proxy before this server may have gone by the other one."""
+    """RFC 9112, 3.2: a proxy before this server may have used the other one."""
     log = len(server.log)
     with raw.connected(server) as connection:
         connection.sendall(raw.post(_INFER, _BODY, "HOST: elsewhere"))
@@ -255,7 +255,7 @@ def test_a_client_that_waits_for_its_answer_is_not_disconnected(impatient: Serve
 
 
 def test_a_client_that_reads_none_of_its_whole_answers_is_disconnected(slow: Server) -> None:
-    """Its sockets take some megabytes before the server holds answers."""
+    """The sockets buffer some megabytes before answers wait in the server."""
     begun = len(slow.log)
     with raw.connected(slow, receive_buffer=4096) as connection:
         connection.sendall(b"GET /v1/openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 500)

@@ -1,4 +1,4 @@
-"""Bodies for ``/v2/models/{model}/batch`` that are none, and clients that leave."""
+"""Malformed bodies for ``/v2/models/{model}/batch``, and clients that leave."""
 
 from __future__ import annotations
 

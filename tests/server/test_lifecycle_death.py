@@ -1,4 +1,4 @@
-"""An engine that dies: its streams end with an error, it serves anew, and at the fourth time the process gives up."""
+"""An engine that dies: its streams end with an error, it is restarted, and at the fourth time the process ends."""
 
 from __future__ import annotations
 

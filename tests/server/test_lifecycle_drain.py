@@ -1,4 +1,4 @@
-"""SIGTERM: not ready at once, streams in flight finish or end with ``abort``, and the process ends.
+"""SIGTERM: the server is not ready at once, streams in flight finish or end with ``abort``, and the process ends.
 
 The tests use every endpoint.
 """
@@ -43,7 +43,7 @@ def draining_server(tiny_model: Path, tmp_path: Path, delay: float, grace: float
 
 @contextmanager
 def idle_triton_stream(server: Server) -> Iterator[Any]:
-    """A stream on Triton's port whose only request has been answered, and which its client keeps open."""
+    """Yields a stream on Triton's port whose only request has been answered, and which its client keeps open."""
     waiting: queue.SimpleQueue[pb.ModelInferRequest | None] = queue.SimpleQueue()
     with grpc.insecure_channel(server.triton_target) as channel:
         call = triton_wire.stream(channel, iter(waiting.get, None))
@@ -110,7 +110,7 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
 
 
 def test_ctrl_c_closes_every_listener_as_sigterm_does(tiny_model: Path, tmp_path: Path) -> None:
-    """uvicorn would end its other listener in haste, and log the traceback of its interrupted shutdown."""
+    """uvicorn alone would end its other listener abruptly, and log the traceback of the interrupted shutdown."""
     with draining_server(tiny_model, tmp_path, 0.0, 5.0) as server:
         server.process.send_signal(signal.SIGINT)
         assert exit_code(server) == 0, server.log

@@ -1,4 +1,4 @@
-"""A forward that does not come back: clients are told in time, health tells, and the process ends.
+"""A forward that does not return: clients get an error in time, health shows it, and the process ends.
 
 The tests use every endpoint.
 """
@@ -30,7 +30,10 @@ LONG = {"max_tokens": 200, "ignore_eos": True}
 
 @contextmanager
 def hanging(tiny_model: Path, tmp_path: Path, grace: float = 1.0, **extra: Any) -> Iterator[Server]:
-    """A decode step of both models does not come back. They share the cores, so the other one only waits for them."""
+    """A server with a decode step of both models that does not return.
+
+    The models share the cores, so that the other one only waits for them.
+    """
     environment = {
         "MLSERVER_TORCH_STREAM_FAULTS": f"decode:1:slow=0.05,decode:{_LEAD}:slow={_HUNG_S:.0f}",
         "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(grace),
@@ -45,7 +48,7 @@ def get_live(server: Server) -> int:
 
 
 def until_it_hangs(server: Server) -> None:
-    """All steps before it have been counted."""
+    """Waits until all steps before the one that hangs have been counted."""
     server.wait_for("hung", lambda now: now["decode_steps"] >= _LEAD - 1)
 
 
@@ -53,7 +56,7 @@ def until_it_hangs(server: Server) -> None:
 def test_clients_are_told_in_time_and_sigterm_ends_the_process_within_the_grace(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The streams of ``other`` wait for the cores that the hung step holds."""
+    """The streams of ``other`` wait for the cores that the hung step occupies."""
     with hanging(tiny_model, tmp_path, request_timeout=6.0, max_num_seqs=2) as server, flights(server) as start:
         began = time.monotonic()
         held = [start.rest_stream("hung", **LONG), start.grpc_stream("hung", **LONG)]

@@ -1,4 +1,4 @@
-"""A server whose model is still loading: not ready on any endpoint, refusing with the right codes, and easy to stop.
+"""A server whose model is still loading: not ready on any endpoint, refuses with the right codes, and can be stopped.
 
 The load is slow because the model's own code, which ``trust_remote_code`` runs, waits for a file.
 """
@@ -57,7 +57,7 @@ class NeverReady(MLModel):
 def loading_server(
     tiny_model: Path, tmp_path: Path, drain_delay: float = 0.0, wait: str = _IDLE
 ) -> Iterator[tuple[Server, Path]]:
-    """A server that loads ``gated`` until somebody creates the file, beside two foreign models."""
+    """A server that loads ``gated`` until the file ``gate`` is created, beside two models that are not ours."""
     gate, arrived = tmp_path / "gate", tmp_path / "arrived"
     folder = tmp_path / "gated"
     shutil.copytree(tiny_model, folder)
@@ -132,7 +132,7 @@ def test_a_loading_model_is_not_ready_and_others_are_untouched(tiny_model: Path,
 
 @pytest.mark.long
 def test_an_unload_ends_a_load_and_the_model_can_be_loaded_again(tiny_model: Path, tmp_path: Path) -> None:
-    """Without the unload, the load would build modules until somebody creates the file."""
+    """Without the unload, the load would build modules until the file is created."""
     with loading_server(tiny_model, tmp_path, wait=_BUILDING) as (server, gate):
         repository = f"{server.url}/v2/repository/models/gated"
         assert plain_http.post(f"{repository}/unload", timeout=30).status_code == 200, server.log

@@ -1,4 +1,4 @@
-"""Reload and unload under streams: the weights are loaded once, no stream notices, and unload waits for the last."""
+"""Reload and unload under streams: weights load once, no stream is disturbed, unload waits for the last one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MIB = 2**20
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``tiny`` and ``twin`` name the same files, of which this room has its own copy."""
+    """``tiny`` and ``twin`` name the same files, a copy for these tests alone."""
     folder = tmp_path_factory.mktemp("reload")
     files = shutil.copytree(tiny_model, folder / "tiny-llama")
     models = [Model(_MODEL, str(files)), Model("twin", str(files), version="v1", extra={"max_num_seqs": 2})]

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API of a real server: its events, its blocks, its errors, its count of tokens."""
+"""Anthropic's Messages API on a real server: its events, its blocks, its errors, its count of tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(said: Any = "Hello", **more: Any) -> dict[str, Any]:
 
 
 def events(server: Server, body: dict[str, Any], path: str = PATH) -> list[dict[str, Any]]:
-    """The events of a stream, each under its own name, and nothing behind them."""
+    """Returns the events of a stream, each of which has its own name, and nothing follows them."""
     response = post(server, path, {**body, "stream": True})
     assert response.status_code == 200, response.text
     found = []
@@ -68,7 +68,7 @@ def refusal(response: httpx.Response) -> dict[str, Any]:
 
 
 def kinds(messages: list[dict[str, Any]]) -> list[str]:
-    """The types, with those of blocks and deltas; repetitions once."""
+    """Returns the types of messages, blocks and deltas, without repetitions."""
     said = [
         "+".join([each["type"], *(each[key]["type"] for key in ("content_block",) if key in each)])
         if "delta" not in each or each["type"] == "message_delta"
@@ -79,7 +79,7 @@ def kinds(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def built(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client builds of the events, as Anthropic's SDK does."""
+    """Returns the message that a client builds from the events, as Anthropic's SDK does."""
     message: dict[str, Any] = messages[0]["message"]
     for each in messages:
         if each["type"] == "content_block_start":
@@ -288,7 +288,7 @@ def test_an_error_after_the_first_token_is_an_event(slow: Server) -> None:
 
 
 def test_silence_is_bridged_by_pings(slow: Server) -> None:
-    """The prefill takes longer than the time between two of them."""
+    """The prefill takes longer than the interval between two pings."""
     response = post(slow, PATH, ask("Hello " * 12, max_tokens=2, stream=True))
     first, *_ = response.text.split("\n\n")
     assert first == 'event: ping\ndata: {"type":"ping"}' and ": ping" not in response.text.replace("event: ping", "")

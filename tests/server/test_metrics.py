@@ -45,7 +45,7 @@ def _growth(now: dict[str, float], before: dict[str, float]) -> dict[str, float]
 
 
 def _of(server: Server, before: Scrape, requests: int) -> Scrape:
-    """The scrape after so many more requests to ``tiny`` have ended."""
+    """Waits until so many more requests to ``tiny`` have ended, and returns the scrape."""
     ended = sum(_requests(before).values()) + requests
     return settled(server, lambda now: sum(_requests(now).values()) >= ended)
 
@@ -55,7 +55,7 @@ def _histogram(scrape: Scrape, name: str) -> float:
 
 
 def _answered(server: Server, stub: Stub) -> None:
-    """Eight requests of nine sequences that end at their length, through every endpoint."""
+    """Sends eight requests with nine sequences that end at their maximum length, through every endpoint."""
     body = v2.rest_body("Hello fox", max_tokens=4, ignore_eos=True)
     request = v2.grpc_request("tiny", "Hello fox", max_tokens=4, ignore_eos=True)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The operator's options: read from the environment, and a wrong one is named."""
+"""The operator's options are read from the environment, and an error names a wrong one."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_options_come_from_the_environment() -> None:
 
 
 def test_kubernetes_does_not_set_the_port_of_triton() -> None:
-    """It would, for a Service mlserver-torch-stream-triton-grpc, if the variable ended in PORT."""
+    """It would set the variable for a Service mlserver-torch-stream-triton-grpc, if the name ended in PORT."""
     assert read_options({"MLSERVER_TORCH_STREAM_GRPC_PORT_TRITON": "8001"}).grpc_port_triton == 8001
     assert read_options({"MLSERVER_TORCH_STREAM_TRITON_GRPC_PORT": "tcp://10.0.0.1:8001"}).grpc_port_triton == 0
 

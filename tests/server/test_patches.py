@@ -1,4 +1,4 @@
-"""What keeps a model out of MLServer's inference workers, and what it says inside one; what collections visit."""
+"""What keeps a model out of MLServer's inference workers, its error inside one, and what garbage collections visit."""
 
 from __future__ import annotations
 

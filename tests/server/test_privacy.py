@@ -1,6 +1,6 @@
-"""What a client sends stays between it and the model: in no log line, in no span, and its headers in no reply.
+"""What a client sends appears in no log line and no span, and its headers in no reply.
 
-Each spelling of each path is walked, with a prompt that is answered and with a request that is refused.
+Each API is called on each of its paths, with a prompt that is answered and with a request that is refused.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _OPENAIS = ("/v1", "/openai", "/tokenize", "/detokenize")  # their refusals are 
 
 
 def _requests() -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Paths, bodies, and the status that is expected."""
+    """Yields paths, bodies and the expected statuses."""
     for route in REST_ROUTES:
         path = route.path.format(model_name="tiny", model_version="v1")
         for spelling in route.spellings:
@@ -96,7 +96,7 @@ def _requests() -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def _rest(server: Server) -> Iterator[str]:
-    """What the replies say, headers included."""
+    """Yields the content of the replies, including headers."""
     with httpx.Client(verify=False, headers=_HEADERS, timeout=v2.TIMEOUT_S, base_url=server.url) as asking:
         for path, body, status in _requests():
             response = asking.post(path, json=body)
@@ -108,7 +108,7 @@ def _rest(server: Server) -> Iterator[str]:
 
 
 def _grpc(server: Server) -> Iterator[str]:
-    """What the replies say, metadata included: of MLServer's port and Triton's, unary and streaming."""
+    """Yields the content of the replies, including metadata, on MLServer's port and Triton's, unary and streaming."""
     good = v2.grpc_request("tiny", _CANARY, max_tokens=2)
     bad = v2.grpc_request("tiny", _CANARY, temperature=_CANARY)
     for target in (server.grpc_target, server.triton_target):

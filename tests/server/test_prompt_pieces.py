@@ -1,4 +1,4 @@
-"""A client that pauses between the pieces of its prompt: told in time, without having to send, and in nobody's way."""
+"""A client that pauses between the pieces of its prompt gets its error in time, without sending, and delays nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose model is split over two ranks: signals, deaths and torchrun, seen by its clients."""
+"""A server whose model is split over two ranks: signals, deaths and torchrun, as its clients see them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_killed_server_leaves_no_rank(tiny_model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_lost_after_its_silence(tiny_model: Path, tmp_path: Path) -> None:
-    """What nobody's socket tells of: a machine that hangs. Idle too."""
+    """No socket reports a machine that hangs. This is tested for an idle server, too."""
     with serve(tmp_path / "models", [split(tiny_model)], settings=QUIET) as server, flights(server) as start:
         running = start.rest_stream("split", **_LONG)
         (rank,) = rank_pids(server.process.pid)
@@ -91,7 +91,7 @@ def test_a_reload_takes_the_ranks_along_and_an_unload_ends_them(tiny_model: Path
 
 @contextmanager
 def launched(folder: Path, model: Model) -> Iterator[Server]:
-    """The same server by ``torchrun``, one process per rank."""
+    """Starts the same server by ``torchrun``, with one process for each rank."""
     http_port, grpc_port, metrics_port, rendezvous = free_ports(4)
     (folder / model.name).mkdir(parents=True)
     (folder / model.name / "model-settings.json").write_text(json.dumps(model.settings()))

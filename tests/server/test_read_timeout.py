@@ -1,4 +1,4 @@
-"""Giving up a reader: only one that has an item and asks for no other, once, and never after the end."""
+"""A reader is given up only if it has an item and asks for no other one, only once, and never after the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def _items(count: int, every_s: float = 0.0) -> AsyncIterator[int]:
 
 
 def _read(seconds: float, pauses: list[float], *, every_s: float = 0.0, closed: bool = False) -> tuple[list[int], int]:
-    """What a reader gets that pauses after each item, and how often it was given up."""
+    """Returns what a reader gets that pauses after each item, and how often it was given up."""
     given_up = []
 
     async def read() -> list[int]:
@@ -64,7 +64,7 @@ def test_nobody_watches_without_a_bound_or_after_the_end(seconds: float, closed:
 
 
 async def _read_beside_other_work() -> None:
-    """The client reads at once; then other work holds up the event loop for longer than the limit."""
+    """The client reads at once; then other work blocks the event loop for longer than the limit."""
     reading = asyncio.get_running_loop().run_in_executor(None, time.sleep, _PATIENCE_S)
     time.sleep(6 * _PATIENCE_S)
     await reading

@@ -1,4 +1,4 @@
-"""Readiness at the moment of a signal: 200 before it and 503 from it on, whatever was under way."""
+"""Readiness around a signal: 200 before it and 503 afterwards, whatever was in progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODEL = ModelSettings(name="m", implementation=PACKAGE_SPELLING)
 
 @functools.cache
 def _server() -> tuple[RESTServer, list[Any]]:
-    """A server and MLServer's own routes. One for all tests: a process has room for one server's metrics."""
+    """Returns the server of all tests and MLServer's own routes; a process can register its metrics only once."""
     settings, registry = Settings(debug=False), MultiModelRegistry()
     data_plane = DataPlane(settings, registry)
     server = RESTServer(settings, data_plane, ModelRepositoryHandlers(SchemalessModelRepository(""), registry))
@@ -34,7 +34,7 @@ def _server() -> tuple[RESTServer, list[Any]]:
 
 
 def _client(registry: MultiModelRegistry, lifecycle: Lifecycle) -> httpx.AsyncClient:
-    """Of a server with these models and our routes for health."""
+    """Returns the client of a server with these models and our health routes."""
     server, routes = _server()
     server._app.router.routes[:] = routes
     server._data_plane._model_registry = registry
@@ -43,7 +43,7 @@ def _client(registry: MultiModelRegistry, lifecycle: Lifecycle) -> httpx.AsyncCl
 
 
 class Loaded(TorchStreamRuntime):
-    """A model of ours without an engine: its readiness depends on the lifecycle alone."""
+    """A model of ours without an engine, whose readiness depends only on the lifecycle."""
 
     def __init__(self, lifecycle: Lifecycle, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -58,7 +58,7 @@ class Loaded(TorchStreamRuntime):
 
 
 class _Built:
-    """An engine that is fine."""
+    """An engine without any trouble."""
 
     trouble = None
 
@@ -73,7 +73,7 @@ class _Built:
 
 
 class LoadedSlowly(TorchStreamRuntime):
-    """A model whose engine is built, and whose load has not ended yet."""
+    """A model whose engine is built, but whose load has not ended yet."""
 
     def __init__(self, built: asyncio.Event, settings: ModelSettings) -> None:
         super().__init__(settings)
@@ -87,7 +87,7 @@ class LoadedSlowly(TorchStreamRuntime):
 
 
 def test_no_request_that_meets_the_signal_is_answered_400() -> None:
-    """The signal comes after each number of turns of the event loop that a request may take."""
+    """The signal comes after each possible number of turns of the event loop that a request takes."""
 
     async def status(path: str, turns: int) -> int:
         lifecycle = Lifecycle()

@@ -1,4 +1,4 @@
-"""One line per request: what is in it, what never is, and that nobody else can write one."""
+"""One line per request: its fields, what it never contains, and that clients cannot forge a line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 
 
 def _lines(server: Server, request_id: str, count: int = 1) -> list[dict[str, str]]:
-    """The fields of the lines about one request; its line is written just after its last byte has left."""
+    """Returns the fields of the lines about one request, whose line is written just after its last byte is sent."""
     end = time.monotonic() + 20
     while len(found := [line for line in server.log.splitlines() if f"request_id={request_id} " in line]) < count:
         assert time.monotonic() < end, server.log
@@ -133,7 +133,7 @@ def test_a_structured_line_is_json_with_the_prompt_if_asked_for(bare_server: Ser
 
 
 def test_a_server_with_workers_shows_the_same_on_both_ports(bare_server: Server) -> None:
-    """MLServer collects its own figures from files then."""
+    """With workers, MLServer collects its own figures from files."""
     for scrape in (on_rest_port(bare_server), on_metrics_port(bare_server)):
         assert scrape.value("torch_stream_requests_total", model="tiny", finish_reason="length") >= 1
         assert scrape.names("model_infer_request_")

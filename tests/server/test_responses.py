@@ -1,4 +1,4 @@
-"""OpenAI's Responses API of a real server: its items, its events, its statuses, its refusals."""
+"""OpenAI's Responses API on a real server: its items, its events, its statuses, its refusals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def ask(said: Any = "Hello", **more: Any) -> dict[str, Any]:
 
 
 def events(server: Server, body: dict[str, Any], path: str = PATH) -> list[dict[str, Any]]:
-    """The events of a stream, each under its own name, numbered without a gap, and no ``[DONE]`` behind them."""
+    """Returns the events of a stream.
+
+    They must have their own names and gapless numbers, and no ``[DONE]`` after them.
+    """
     response = post(server, path, {**body, "stream": True})
     assert response.status_code == 200, response.text
     found = []
@@ -76,7 +79,7 @@ def events(server: Server, body: dict[str, Any], path: str = PATH) -> list[dict[
 
 
 def kinds(messages: list[dict[str, Any]]) -> list[str]:
-    """The types without repetitions, in order."""
+    """Returns the types in order, without repetitions."""
     said = [each["type"].removeprefix("response.") for each in messages]
     return [kind for at, kind in enumerate(said) if at == 0 or said[at - 1] != kind]
 
@@ -130,7 +133,7 @@ def test_a_response_that_ends_by_itself_is_completed(served: Server) -> None:
 
 
 def test_the_text_is_that_of_a_chat(served: Server) -> None:
-    """Each kind of item is the message of a chat that says the same."""
+    """Each kind of item gives the same text as a chat message with the same content."""
     items = [
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "input_text", "text": "Whe"}, {"type": "input_text", "text": "re?"}]},
@@ -234,7 +237,7 @@ def test_a_tool_of_a_namespace_is_called_by_both_names(served: Server) -> None:
 
 
 def test_a_request_of_codex_is_taken(served: Server) -> None:
-    """As the command line sends it, but for its prompts."""
+    """The request is as Codex's command line sends it, except for its prompts."""
     asked = ask(
         [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
         instructions="You are an agent.",
@@ -260,7 +263,7 @@ def test_a_call_that_is_cut_off_is_incomplete(served: Server) -> None:
 
 
 def test_several_calls_are_items_of_their_own(served: Server) -> None:
-    """The bias keeps the answer from ending behind its first call."""
+    """The bias keeps the answer from ending after its first call."""
     asked = ask(**{**_CALL, "tool_choice": "required", "logit_bias": {"1": -100}, "max_output_tokens": 400})
     messages = events(served, asked)
     output = messages[-1]["response"]["output"]
@@ -382,7 +385,7 @@ def test_what_asks_for_nothing_is_taken(served: Server) -> None:
 
 
 def test_a_failure_in_a_stream_is_a_failed_response_and_an_error(slow: Server) -> None:
-    """SDKs raise at the error; what was generated before it is in the failed response."""
+    """SDKs raise at the error event; the text generated before it is in the failed response."""
     messages = events(slow, ask(max_output_tokens=900, ignore_eos=True, timeout=1_500_000))
     *before, failed, error = messages
     assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"

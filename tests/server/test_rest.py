@@ -1,4 +1,4 @@
-"""REST, against a real server: every path, what a stream is made of, and what bad input gets."""
+"""REST with a real server: every path, the parts of a stream, and the replies to bad input."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ _SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", _SPELLINGS)
 def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
-    """Proxies read lines of 64 KiB at most; with all that may be asked for, a token is two kilobytes and more."""
+    """Proxies read lines of 64 KiB at most; with all options, a token takes two kilobytes or more."""
     endpoint, body = _SPELLINGS[spelling]
     before = server.counters("tiny")["generation_tokens"]
     slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])

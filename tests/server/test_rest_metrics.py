@@ -1,4 +1,4 @@
-"""MLServer's metrics of the REST port count the same with our shorter way as with its middleware's own."""
+"""For MLServer's metrics of the REST port, our faster code counts the same as its middleware."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Original(PrometheusMiddleware):
 
 
 class _Answer:
-    """Answers with the status that the path names, raises at 500, and is silent at 499."""
+    """Answers with the status in the path, raises at 500, and does not answer at 499."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = int(scope["path_params"]["status"])
@@ -91,7 +91,7 @@ def test_requests_are_counted_by_method_path_and_status_as_the_middleware_counts
 
 
 def test_the_route_of_a_model_is_found_once() -> None:
-    """The middleware's own way compares its path at least twice."""
+    """The middleware alone matches its path at least twice."""
     asked = 0
 
     class Found(_Models):

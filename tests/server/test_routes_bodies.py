@@ -1,4 +1,4 @@
-"""What a body may be: bounded also when it is packed or comes in chunks; nonsense is 422, never 400 or 500."""
+"""Limits of bodies, even if they are compressed or chunked; malformed bodies get a 422, never a 400 or 500."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_body_is_the_same_however_it_is_cut(size: int, packed: bool) -> None:
 
 
 def test_no_more_is_unpacked_than_the_bound() -> None:
-    """The 900 bytes unpack to some 900,000."""
+    """The 900 bytes decompress to about 900,000."""
     tracemalloc.start()
     try:
         with pytest.raises(RequestError):

@@ -1,4 +1,4 @@
-"""Somebody else's model beside ours: every answer is, byte for byte, that of a server without us."""
+"""A model of another runtime beside ours: every answer is, byte for byte, that of a server without our package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BODIES: dict[str, tuple[bytes, dict[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server without us."""
+    """A server without our package."""
     folder = tmp_path_factory.mktemp("foreign")
     with serve(folder / "models", [FOREIGN], settings=QUIET, environment=with_foreign(folder)) as running:
         yield running
@@ -77,7 +77,7 @@ def test_torchserves_paths_of_a_foreign_model_are_untouched(alone: Server, serve
 
 
 def test_a_foreign_route_below_v1_is_untouched(alone: Server, server: Server) -> None:
-    """Also for a method that it does not take."""
+    """This holds for a method that the route does not support, too."""
     path = "/v1/own"
     assert _answer(server, path, b"{}", {}) == _answer(alone, path, b"{}", {})
     expected, found = (plain_http.get(f"{each.url}{path}") for each in (alone, server))

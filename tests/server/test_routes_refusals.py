@@ -1,4 +1,4 @@
-"""Errors as REST statuses: never 400 for a registered model, and a bug says nothing of the inside."""
+"""Errors as REST statuses: never 400 for a registered model, and a bug reveals nothing internal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_error_has_its_status(error: Exception, status: int, retry_after: 
 
 
 def test_a_name_that_is_unknown_during_a_shutdown_is_refused_as_not_served() -> None:
-    """MLServer forgets a model whose load the shutdown interrupts; a router that reads 404 would forget it as well."""
+    """MLServer forgets a model whose load the shutdown interrupts, and a router that got a 404 would forget it, too."""
     lifecycle = Lifecycle()
     lifecycle.begin_shutdown("the server is shutting down")
     refusal = as_refusal(ModelNotFound("m", "v1"), lifecycle.shutdown_reason)

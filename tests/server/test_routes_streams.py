@@ -1,4 +1,4 @@
-"""A stream's status, its silence, its failures and its reader, against servers with faults asked for."""
+"""A stream's status, its silence, its failures and its reader, with servers that cause faults."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _IDS = [40, 41, 42, 7, 300, 9]
 
 
 class Model:
-    """transformers' model and tokenizer of the server's."""
+    """The server's model and tokenizer, loaded by transformers."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""OpenAI's clients through Seldon Core 2's proxy: what they send is understood, and they get OpenAI's objects."""
+"""OpenAI's clients through Seldon Core 2's proxy: their requests are understood, and they get OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def proxy(server: Server) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def paced_proxy(triton: Server) -> Iterator[str]:
-    """Of a server whose decode steps take their time, so that it sends several chunks."""
+    """A proxy of a server whose decode steps are slowed down, so that it sends several chunks."""
     with seldon_proxy(triton) as url:
         yield url
 
@@ -53,7 +53,7 @@ def slow_proxy(slow: Server) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def versioned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Models under the names that Seldon gives them. The 40th decode step of each fails."""
+    """Models with the names that Seldon gives them. The 40th decode step of each fails."""
     environment = {"MLSERVER_TORCH_STREAM_FAULTS": "decode:1:slow=0.03,decode:40:raise"}
     models = [
         Model(name, str(tiny_model), extra={"max_model_len": 1000 + i}) for i, name in enumerate(("a_1", "b_c_1"))
@@ -71,7 +71,7 @@ def versioned_proxy(versioned: Server) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Streamed:
-    """What an OpenAI client reads of a stream: it raises at the first chunk that has an error."""
+    """What an OpenAI client reads of a stream; it raises at the first chunk with an error."""
 
     chunks: list[dict[str, Any]]
     error: dict[str, Any] | None
@@ -83,7 +83,7 @@ class _Streamed:
         return [choice for chunk in self.chunks for choice in chunk["choices"] if choice["index"] == index]
 
     def reason(self, index: int = 0) -> str:
-        """The finish reason, which stands on the last chunk alone."""
+        """Returns the finish reason, which only the last chunk may have."""
         *others, last = [choice["finish_reason"] for choice in self.choices(index)]
         assert others == [None] * len(others)
         return str(last)
@@ -124,7 +124,7 @@ def _read(response: httpx.Response) -> _Streamed:
 
 
 def _error(response: httpx.Response) -> dict[str, Any]:
-    """OpenAI's error object, and nothing else."""
+    """Returns OpenAI's error object, which must be all that the response has."""
     assert response.headers["content-type"] == "application/json"
     body = response.json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
@@ -208,7 +208,7 @@ def test_the_usage_that_is_asked_for_is_the_last_chunk(proxy: str) -> None:
 
 
 def test_a_silence_before_the_first_token_breaks_no_stream(slow_proxy: str) -> None:
-    """Elsewhere comments bridge it, which the proxy cannot read."""
+    """Elsewhere, comments are sent during the silence, but the proxy cannot read them."""
     streamed = _stream(slow_proxy, max_tokens=2, ignore_eos=True)
     assert streamed.error is None and streamed.reason() == "length"
 
@@ -229,7 +229,7 @@ def test_conversations_of_all_shapes_are_understood(proxy: str) -> None:
 
 
 def test_calls_and_schemas_come_through(proxy: str) -> None:
-    """Seldon's proxy hands the tools on as tensors, and the format among the other parameters."""
+    """Seldon's proxy passes the tools on as tensors, and the format among the other parameters."""
     schema = {"type": "object", "properties": {"at": {"enum": ["home", "work"]}}, "required": ["at"]}
     schema["additionalProperties"] = False
     look = {"type": "function", "function": {"name": "look", "parameters": schema}}
@@ -284,7 +284,7 @@ def test_a_stream_on_the_endpoint_that_answers_once_is_refused(proxy: str) -> No
 
 @pytest.mark.parametrize("endpoint", [_UNARY, _STREAM])
 def test_an_unknown_model_is_not_found(proxy: str, endpoint: str) -> None:
-    """Nothing but the path says that the request is Seldon's."""
+    """Only the path shows that the request comes from Seldon."""
     response = _ask(proxy, endpoint, "nobody")
     assert response.status_code == 404
     error = _error(response)
@@ -306,7 +306,7 @@ def test_a_full_queue_keeps_its_retry_after(slow: Server, slow_proxy: str, endpo
 
 
 def test_an_error_has_v2s_field_too(server: Server) -> None:
-    """For V2's own clients, which may send these tensors as well; their other requests get nothing more."""
+    """V2's own clients may send these tensors, too. The errors of their other requests have only V2's field."""
     conversation = [v2.bytes_tensor("role", "user"), v2.bytes_tensor("content", "Hi")]
     url = f"{server.url}/v2/models/tiny/infer"
     body = plain_http.post(url, json=v2.rest_body(inputs=conversation, max_tokenz=1)).json()
@@ -336,7 +336,10 @@ def test_any_body_is_answered_or_refused_by_name(
 
 
 def _is_json(asked: dict[str, Any]) -> bool:
-    """Python writes infinity and lone surrogates, which are no JSON: such a body is refused as a whole."""
+    """Returns whether the body is valid JSON.
+
+    Python writes infinity and lone surrogates, which are not JSON, so that such a body is refused as a whole.
+    """
     try:
         orjson.loads(json.dumps(asked))
     except orjson.JSONDecodeError:
@@ -348,7 +351,7 @@ def _is_json(asked: dict[str, Any]) -> bool:
 
 
 def test_a_failure_behind_the_first_token_is_an_error_event(versioned_proxy: str) -> None:
-    """The path has the name without a version, the server's model has one."""
+    """The path has the name without a version; the server's model has a version."""
     streamed = _stream(versioned_proxy, model="a", max_tokens=400, ignore_eos=True)
     assert streamed.text() and streamed.error is not None
     assert streamed.error["type"] == "server_error" and "decode failed" in streamed.error["message"]

@@ -1,4 +1,4 @@
-"""Starts that fail: an error status for the supervisor, one line that says why, and no traceback around it."""
+"""Starts that fail: an error status for the supervisor, one line with the reason, and no traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STARTS_S = 180.0  # torch is imported before a load can fail: seconds, on a bus
 
 
 def foreign(tmp_path: Path) -> dict[str, str]:
-    """The environment with MLServer models that are not ours."""
+    """The environment in which MLServer finds models that are not ours."""
     (tmp_path / "foreign_models.py").write_text(_FOREIGN)
     return {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
 
@@ -140,7 +140,7 @@ def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: 
 
 
 def test_a_setting_of_the_server_that_mlserver_ignores_ends_the_server(tiny_model: Path, tmp_path: Path) -> None:
-    """Also where the file names another folder of models: MLServer takes the folder that it is started with."""
+    """This holds if the file names another folder of models, too: MLServer uses the folder with which it is started."""
     settings = {**QUIET, "paralel_workers": 0, "model_repository_root": str(tmp_path)}
     with serve(tmp_path / "models", [Model("tiny", str(tiny_model))], settings=settings, ready=False) as server:
         status, log = ended(server)
@@ -158,7 +158,7 @@ def test_a_foreign_model_that_cannot_load_is_mlservers_own_affair(tiny_model: Pa
 
 @pytest.mark.parametrize("port", ["http_port", "grpc_port", "metrics_port"])
 def test_a_port_that_cannot_be_listened_on_is_named(port: str) -> None:
-    """The gRPC listener has its port by then, if it can have it: it is one of this process's."""
+    """The gRPC listener already has its port by then, so that a port of this process is no problem."""
     with socket.create_server((HOST, 0)) as holder, socket.create_server((HOST, 0)) as own:
         http, metrics, unused = free_ports(3)
         ports = {"http_port": http, "metrics_port": metrics, "grpc_port": own.getsockname()[1]}

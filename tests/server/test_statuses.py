@@ -1,4 +1,4 @@
-"""Which status an error has: REST's, gRPC's on a unary call, gRPC's on a stream."""
+"""The status of each error: REST's, gRPC's on a unary call, gRPC's on a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server.harness import Server
 
 @contextmanager
 def queue_filled(slow: Server) -> Iterator[Stub]:
-    """A long answer holds the only row of ``narrow``, another prompt its queue of one."""
+    """A long answer occupies the only row of ``narrow``, and another prompt the only place in its queue."""
     request = v2.grpc_request("narrow", "The quick brown fox ", max_tokens=900, ignore_eos=True)
     with grpc.insecure_channel(slow.grpc_target) as channel:
         stub = Stub(channel)

@@ -1,6 +1,6 @@
-"""A stream of events has exactly the bytes of ``stream_bytes.txt``, in every spelling.
+"""Over every API, a stream of events has exactly the bytes of ``stream_bytes.txt``.
 
-``WRITE_STREAM_BYTES=1`` writes that file again, for a change of the wire that is meant.
+``WRITE_STREAM_BYTES=1`` writes that file again after an intended change of the protocol.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _CASES: Mapping[str, tuple[Events, GenerationRequest]] = {
 
 
 async def _sent(spelling: Spelling, case: str) -> bytes:
-    """The bodies of all messages that the ASGI server gets for one stream."""
+    """Returns the bodies of all messages that the ASGI server gets for one stream."""
     events, request = _CASES[case]
     sent: list[dict[str, Any]] = []
     delivering: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""Many streams at once, over the settings of the pages: each says what it says alone, and nothing stays held."""
+"""Many streams at once, with various page settings: each gets the same text as alone, and no memory remains in use."""
 
 from __future__ import annotations
 

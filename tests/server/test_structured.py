@@ -1,4 +1,4 @@
-"""Answers of a real server that are kept to a schema, an expression, choices or a grammar, in every spelling."""
+"""Answers of a real server that are constrained to a schema, a regex, choices or a grammar, over every API."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_json_object_is_one_whatever_it_holds(server: Server) -> None:
 
 
 def test_the_two_log_probabilities_of_a_constrained_token_are_those_of_the_model(server: Server) -> None:
-    """Of the raw logits: what is forced by the schema may be unlikely."""
+    """They are those of the raw logits, in which a token that the schema forces may be unlikely."""
     answer = whole(server, CHAT, talk(**_SAMPLED, **_FORMAT, logprobs=True, top_logprobs=2))
     content = answer["choices"][0]["logprobs"]["content"]
     assert any(each["logprob"] < min(top["logprob"] for top in each["top_logprobs"]) for each in content)
@@ -130,7 +130,7 @@ def test_what_cannot_be_kept_to_is_refused_by_name_before_anything_runs(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_constraint_that_is_too_large_for_its_first_tokens_is_bad_input(server: Server, stream: bool) -> None:
-    """It compiles: only after its first character may more than 2,000 rules follow."""
+    """It compiles, as more than 2,000 rules can only follow after its first character."""
     many = " | ".join(f'"a" "{number:04}"' for number in range(2500))
     given = {"structured_outputs": {"grammar": f"start: /[bc]/ ({many})"}, "stream": stream}
     response = post(server, CHAT, talk(**given))

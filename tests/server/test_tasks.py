@@ -1,4 +1,4 @@
-"""No task is left whose exception is never retrieved, whatever its work raises when it is not needed any more."""
+"""No task is left with an exception that nobody retrieves, whatever its work raises once it is no longer needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlserver_torch_stream.server.lifecycle.lifecycle import OneTimeEvent, until
 
 
 def complaints_of(scenario: Callable[[], Awaitable[None]]) -> list[str]:
-    """What asyncio would log."""
+    """Returns what asyncio would log."""
     said: list[str] = []
 
     async def listened() -> None:
@@ -48,7 +48,7 @@ def test_a_message_whose_reading_fails_after_it_is_not_wanted_any_more() -> None
 
 
 def test_a_stream_that_fails_while_it_is_closed() -> None:
-    """Its reader and its answers end, although nobody takes what they would say."""
+    """Its reader and its answers end, although nobody receives their errors."""
     tasks: set[asyncio.Task[Any]] = set()
 
     class Failing:

@@ -1,4 +1,4 @@
-"""What is switched off is off; checked on MLServer's own app, without a process around it."""
+"""Telemetry that is switched off does nothing; checked on MLServer's own app, without a server process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlserver_torch_stream.server.state import server_state
 
 
 def _install(ready: bool = True, sinks: RequestSinks | None = None, **options: Any) -> Callable[[str], httpx.Response]:
-    """The app's answer to a GET of a path."""
+    """Returns a function that returns the app's answer to a GET of a path."""
 
     async def is_ready() -> bool:
         return ready

@@ -1,4 +1,4 @@
-"""A runtime like that of MLServer's example of streaming and ours, in one server with our settings, by its clients."""
+"""A runtime like MLServer's streaming example, and ours, in one server with our settings, and its clients."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _texts(answer: InferenceResponse) -> list[str]:
 
 
 def _joined(answers: list[InferenceResponse]) -> str:
-    """How many tokens an event has depends on the reader."""
+    """Joins the texts of the answers, as the number of tokens in each event depends on the reader."""
     return "".join(text for answer in answers for text in _texts(answer))
 
 
@@ -142,7 +142,7 @@ def test_the_examples_clients_read_its_text_word_by_word(server: Server, read: A
 
 @_READERS
 def test_the_same_clients_read_a_model_of_ours_in_the_same_server(server: Server, read: Any) -> None:
-    """The only output that it lists is ``text_output``; the example's request asks for its own."""
+    """The request lists only the output ``text_output``, while the example's request asks for its own outputs."""
     request = {**_REQUEST, "outputs": [{"name": "text_output"}], "parameters": {"max_tokens": 5, "ignore_eos": True}}
     answers = read(server, "tiny", request)
     assert {answer.model_name for answer in answers} == {"tiny"} and _joined(answers)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of a real server, in every spelling of a conversation."""
+"""Tool calls and reasoning on a real server, over every API for conversations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _ASKED: dict[str, Any] = {"tools": [_LOOK, _GO], "max_tokens": 200, "temperature
 
 
 def _declaring(model: Path, folder: Path) -> Path:
-    """The model's tokenizer, which declares how answers are divided."""
+    """Writes the model's tokenizer with a declaration of how answers are parsed, and returns its folder."""
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "response_template": _DECLARED}))
@@ -121,7 +121,7 @@ def test_a_required_call_is_of_any_function_and_ends_without_parallel_ones(tools
 
 
 def test_a_conversation_of_three_turns_reaches_the_template(tools: Server) -> None:
-    """The template reads the arguments as an object, the tool's answer, and the reasoning of the turn before."""
+    """The template gets the arguments as an object, the tool's answer, and the reasoning of the previous turn."""
     answer = whole(tools, CHAT, talk(**_ASKED, tool_choice=_NAMED))["choices"][0]["message"]
     messages = [
         {"role": "user", "content": "Where?"},

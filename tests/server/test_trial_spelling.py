@@ -1,4 +1,4 @@
-"""A spelling of one's own is one file and one row: a real server streams it, with its own errors and its own end."""
+"""To add an API takes one file and one row: a real server streams it, with its own errors and its own end."""
 
 from __future__ import annotations
 

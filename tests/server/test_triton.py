@@ -1,4 +1,4 @@
-"""Triton's framing of streams: several requests at the same time, each with an id, an error and an end of its own."""
+"""Triton's framing of streams: several requests at the same time, each with its own id, error and end."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_bytes_that_are_no_message_fail_alone(channel: grpc.Channel, garbage: by
 
 
 def test_a_request_whose_time_is_over_keeps_its_text(channel: grpc.Channel) -> None:
-    """An error would hide it from Triton's clients."""
+    """If the response were an error, Triton's clients would not show the text."""
     found = replies(channel, _request("a", **{**_LONG, "timeout": 1_000_000}))
     assert not any(each.error for each in found)
     assert found[-1].final and found[-1].reply.finish_reason == "timeout" and _text(found)
@@ -170,7 +170,7 @@ def test_a_stream_without_a_request_ends_well(channel: grpc.Channel) -> None:
 
 
 def test_a_client_may_send_when_it_likes(channel: grpc.Channel) -> None:
-    """As ``start_stream`` does: the stream stays open between requests."""
+    """Like ``start_stream``, the test keeps the stream open between requests."""
     waiting: queue.Queue[pb.ModelInferRequest | None] = queue.Queue()
     call = triton_wire.stream(channel, iter(waiting.get, None))
     for name in ("a", "b"):
@@ -214,7 +214,7 @@ def test_a_refused_request_is_one_line_at_info(triton: Server, channel: grpc.Cha
     replies(channel, _request("unknown", model="nobody\nforged"), _request("wrong", max_tokens=0), b"\xff\xff")
 
     def lines() -> list[str]:
-        """Without those of clients of other tests that have left."""
+        """Returns the log lines without those about clients of other tests that have left."""
         return [line for line in triton.log[begun:].splitlines() if "client=disconnected" not in line]
 
     wait_until(lambda: len(lines()) >= 3, "the lines")

@@ -1,4 +1,4 @@
-"""Triton's calls beside inference: health, metadata, configuration, statistics; others are refused by name."""
+"""Triton's calls other than inference: health, metadata, configuration, statistics; all others are refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _refusal(channel: grpc.Channel, method: str, request: Any = b"") -> grpc.Rpc
 
 
 def _statistics(channel: grpc.Channel, name: str = "") -> dict[str, Any]:
-    """By model."""
+    """Returns the statistics by model."""
     response = ModelStatisticsResponse.FromString(unary(channel, "ModelStatistics", _named(name)))
     found = MessageToDict(response, preserving_proto_field_name=True)
     return {each["name"]: each for each in found["model_stats"]}
@@ -230,7 +230,7 @@ print(compared)
 
 
 def test_our_messages_have_the_fields_of_tritons_own_client() -> None:
-    """In a process of its own: MLServer's messages have the same names."""
+    """Runs in a separate process, as MLServer's messages have the same names."""
     done = subprocess.run([sys.executable, "-c", _COMPARED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 30

@@ -1,5 +1,6 @@
-"""A model that vLLM's worker runs, at the doors of a real server: spellings, adapters, metrics, death. The worker is
-the second one of ``tests/engine/wire_worker.py``.
+"""A model that vLLM's worker runs, over all ports of a real server: APIs, adapters, metrics, death of the worker.
+
+``tests/engine/wire_worker.py`` stands for vLLM's worker.
 """
 
 import json

@@ -26,7 +26,7 @@ _TOKENS = 200
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a short name: in a long one the server would have the worker's folder elsewhere."""
+    """A folder with a short name; with a long one, the server would put the worker's folder elsewhere."""
     return tmp_path_factory.mktemp("v")
 
 

@@ -1,4 +1,4 @@
-"""Parameters that clients of vLLM send, at a real server that ignores unknown ones."""
+"""Parameters that vLLM's clients send, to a real server that ignores unknown ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_token_ids_are_those_of_the_prompt_and_of_the_answer(served: Server, pat
 
 
 def test_the_text_of_a_conversation_ends_as_its_client_says(served: Server) -> None:
-    """The answer is that to the text which the template makes, written by hand."""
+    """The answer is the same as to a prompt with the text that the template should make, written by hand."""
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
     for more, ending in (
         ({}, ""),

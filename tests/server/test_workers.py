@@ -1,4 +1,4 @@
-"""MLServer's inference workers beside a model of ours: other runtimes run in them, whatever uvloop is installed."""
+"""MLServer's inference workers beside a model of ours: they run other runtimes, whichever uvloop is installed."""
 
 from __future__ import annotations
 

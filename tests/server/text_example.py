@@ -1,4 +1,4 @@
-"""A runtime of the kind of MLServer's own example of streaming, copied into a folder where MLServer finds it."""
+"""A runtime like MLServer's own streaming example, copied into a folder where MLServer finds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlserver.types import InferenceRequest, InferenceResponse
 
 
 class TextModel(MLModel):  # type: ignore[misc]
-    """Answers with the words of a text one by one; all but the first begin with their space."""
+    """Answers with the words of a text one by one; all but the first begin with a space."""
 
     async def predict_stream(self, payloads: AsyncIterator[InferenceRequest]) -> AsyncIterator[InferenceResponse]:
         payload, *_ = [each async for each in payloads]

@@ -1,4 +1,4 @@
-"""A spelling of at most 60 lines, added through the interface alone: its own path, errors, usage message and end."""
+"""An API in at most 60 lines, added only through the interface: its own path, errors, usage message and end."""
 
 from __future__ import annotations
 

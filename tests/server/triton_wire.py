@@ -1,6 +1,6 @@
-"""Triton's framing by hand: its methods by their names, its messages by their fields' numbers.
+"""Triton's framing by hand: methods by name, and message fields by number.
 
-Knows nothing of how the server frames them, and no client library.
+Uses neither the server's code for it nor a client library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Streamed:
 
 
 def fields(raw: bytes) -> dict[int, list[Any]]:
-    """The fields of any message by their numbers."""
+    """Returns the fields of any message by their numbers."""
     found: dict[int, list[Any]] = {}
     for field in UnknownFieldSet(pb.ServerLiveRequest.FromString(raw)):
         found.setdefault(field.field_number, []).append(field.data)
@@ -46,7 +46,7 @@ def streamed(raw: bytes) -> Streamed:
 
 
 def unary(channel: grpc.Channel, method: str, request: Any = b"", **options: Any) -> bytes:
-    """``request``: a message, or its bytes."""
+    """``request`` is a message or its bytes."""
     raw = request if isinstance(request, bytes) else request.SerializeToString()
     call = channel.unary_unary(_SERVICE + method)
     return bytes(call(raw, timeout=v2.TIMEOUT_S, **options))
@@ -62,7 +62,7 @@ def stream(
     timeout: float = v2.TIMEOUT_S,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Any:
-    """The running call; its items are bytes."""
+    """Starts the call and returns it; its items are bytes."""
     raw: Iterator[bytes] = (each if isinstance(each, bytes) else each.SerializeToString() for each in requests)
     return channel.stream_stream(f"{_SERVICE}ModelStreamInfer")(raw, timeout=timeout, metadata=metadata)
 

@@ -1,7 +1,4 @@
-"""V2 requests and replies as a test wants to write and read them, over REST and gRPC.
-
-Knows nothing of a particular server.
-"""
+"""Makes V2 requests and reads their replies, over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Reply:
-    """One response, however it came: its outputs by name and its parameters."""
+    """One response from any transport: its outputs by name, and its parameters."""
 
     outputs: Mapping[str, list[Any]]
     parameters: Mapping[str, Any]

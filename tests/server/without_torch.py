@@ -1,4 +1,4 @@
-"""An environment that has the packages of requirements-vllm.txt and no other: no torch."""
+"""An environment that has only the packages of requirements-vllm.txt, and so no torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _VENV_S = 120
 
 
 def requirements() -> list[Requirement]:
-    """The lines that hold for this Python."""
+    """Returns the requirements that apply to this Python."""
     lines = [line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     wanted = [Requirement(line) for line in lines]
     return [each for each in wanted if each.marker is None or each.marker.evaluate()]
 
 
 def new_environment(folder: Path) -> Path:
-    """The interpreter of an environment without packages."""
+    """Returns the interpreter of an environment without packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=_VENV_S)
     return folder / "bin" / "python"
 
 
 def linked_environment(folder: Path) -> Path:
-    """The interpreter of an environment whose packages are links to the packages of this one."""
+    """Returns the interpreter of an environment whose packages are links to those of this one."""
     python = new_environment(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "mlserver_torch_stream").symlink_to(Path(mlserver_torch_stream.__file__).parent)
@@ -43,7 +43,7 @@ def linked_environment(folder: Path) -> Path:
 
 
 def _link(site: Path, source: Path, parts: tuple[str, ...]) -> None:
-    """Links the file, or the outermost package that it is in. Several distributions can share a namespace."""
+    """Links the file, or the outermost package that contains it. Several distributions can share a namespace."""
     for end in range(1, len(parts) + 1):
         place, original = site.joinpath(*parts[:end]), source.joinpath(*parts[:end])
         if place.is_symlink():

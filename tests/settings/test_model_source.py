@@ -1,4 +1,4 @@
-"""What a uri names: folders, GGUF files, hub ids, embedded models, and what it says when it names nothing."""
+"""What a uri can name: folders, GGUF files, hub ids, embedded models; and the error if it names nothing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_local_model_lies_in_a_root_of_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither dots nor a symbolic link lead out of it; the names of other models are no paths."""
+    """Neither dots nor a symbolic link lead out of the root; other kinds of model names are no paths."""
     for folder in ("allowed/model", "allowed-not"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").touch()

@@ -1,4 +1,4 @@
-"""Settings: what is refused and how it is named, where values come from, and from the environment alone."""
+"""Settings: which are refused and how the error names them, where values come from, and the environment alone."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_settings_files_that_we_ship_are_valid() -> None:
 
 
 def test_strings_are_read_as_what_a_key_wants() -> None:
-    """Seldon's Model.spec.parameters can hold nothing but strings."""
+    """Seldon's Model.spec.parameters can contain only strings."""
     given = {
         "model": "embedded://smollm2-135m-instruct",
         "max_model_len": "2048",
@@ -233,7 +233,7 @@ def test_the_time_of_a_step_is_a_positive_number_of_seconds(value: object) -> No
 
 
 def test_the_default_time_of_a_step_is_for_the_slowest_that_is_not_broken() -> None:
-    """A chunk through a model of 70B parameters at 50 GFLOP/s takes 1434 s."""
+    """At 50 GFLOP/s, a chunk takes 1434 s in a model of 70B parameters."""
     settings = parse_settings(EMBEDDED, {}, environ={}).settings
     assert settings.step_timeout >= 2 * 70e9 * settings.chunked_prefill_size / 50e9
 

@@ -1,4 +1,4 @@
-"""Files of settings: what is wrong in one is named with the file, the line and the key."""
+"""Settings files: an error names the file, the line and the key."""
 
 from __future__ import annotations
 

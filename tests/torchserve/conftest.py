@@ -1,4 +1,4 @@
-"""What several tests of handlers' parts need."""
+"""Fixtures for tests of the parts that run handlers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def predictions_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Pat
 
 @pytest.fixture
 def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """``import ts`` is the shim's, for this test only."""
+    """Makes ``import ts`` import the shim, for this test only."""
     kept = {name: module for name, module in sys.modules.items() if _uses_ts(name)}
     for name in kept:
         del sys.modules[name]

@@ -1,6 +1,6 @@
-"""TorchServe's gRPC service as its clients see it: messages as protoc describes them, and a stub of the usual shape.
+"""TorchServe's gRPC service as its clients see it: messages as protoc describes them, and a stub of the usual form.
 
-Knows nothing of the server's own descriptions. The messages are in a descriptor pool of their own.
+Does not use the server's own descriptions. The messages are in a separate descriptor pool.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ TorchServeHealthResponse = _class("TorchServeHealthResponse")
 
 
 class Stub:
-    """What ``InferenceAPIsServiceStub`` of ``inference_pb2_grpc`` has."""
+    """Has the methods of ``InferenceAPIsServiceStub`` in ``inference_pb2_grpc``."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         service = f"/{_PACKAGE}.InferenceAPIsService/"

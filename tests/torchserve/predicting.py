@@ -1,7 +1,4 @@
-"""One server for all tests of TorchServe's inference paths that do not disturb it, and its handlers.
-
-Knows no test.
-"""
+"""One server for all tests of TorchServe's inference paths that do not disturb it, and its handlers."""
 
 from __future__ import annotations
 

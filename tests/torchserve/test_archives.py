@@ -1,4 +1,4 @@
-"""What a uri names, and what is refused before anything of it runs."""
+"""What a uri can name, and what is refused before any of its code runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _as_tar(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
 
 
 def _as_archiver_tgz(path: Path, files: dict[str, str], model: dict[str, Any]) -> str:
-    """As ``torch-model-archiver --archive-format tgz`` writes it: all members are below the model's name."""
+    """Writes an archive like ``torch-model-archiver --archive-format tgz``: all members are below the model's name."""
     manifest = {"MAR-INF/MANIFEST.json": json.dumps({"model": model})}
     with tarfile.open(path, "w:gz") as archive:
         for name, text in {**files, **manifest}.items():
@@ -275,7 +275,7 @@ def test_no_archive_at_all(tmp_path: Path) -> None:
 
 
 def _flipped(path: Path) -> str:
-    """Damages the compressed data of a member."""
+    """Writes an archive with damaged compressed data of a member."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("hello.py", HELLO * 20)
         start = archive.filelist[0].header_offset + 30 + len("hello.py")
@@ -286,7 +286,7 @@ def _flipped(path: Path) -> str:
 
 
 def _encrypted(path: Path) -> str:
-    """Sets the flag of an encrypted member."""
+    """Writes an archive with the flag of an encrypted member."""
     raw = bytearray(Path(write_mar(path, {"hello.py": HELLO})).read_bytes())
     for signature, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         raw[raw.index(signature) + flags] |= 1
@@ -305,7 +305,7 @@ def _no_archive(path: Path) -> str:
 
 
 def _tar_without_its_last_bytes(path: Path) -> str:
-    """All members are whole; the checksum is not there."""
+    """Writes an archive whose members are complete, but whose checksum is missing."""
     path.write_bytes(Path(_as_tar(path, _FILES, _MODEL)).read_bytes()[:-4])
     return str(path)
 

@@ -1,4 +1,4 @@
-"""Every way in which a handler is wrong: a clear reason for its client or its operator, and the next request served."""
+"""All errors of handlers: the client or the operator gets a clear reason, and the next request is served."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) ->
 def test_output_without_end_stops_no_handler_and_the_lines_that_are_dropped_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """64 MB within a `responseTimeout` of 5 s: the log holds a few hundred lines of it, and says how many it lacks."""
+    """It writes 64 MB within a `responseTimeout` of 5 s: the log has a few hundred lines, and counts the others."""
     caplog.set_level(logging.INFO)
 
     def counted() -> int:
@@ -373,7 +373,7 @@ def test_a_handler_that_forks_answers_once_and_its_children_end_with_it(tmp_path
 
 
 def test_a_worker_that_cannot_be_started_again_makes_the_model_not_ready(tmp_path: Path) -> None:
-    """The start is tried again until the worker is ready."""
+    """The start is retried until the worker is ready."""
     source = """
         import os, pathlib
         if pathlib.Path("broken").exists():
@@ -437,7 +437,7 @@ def handle(data, context):
 @pytest.mark.long
 @pytest.mark.parametrize("source", [_DEAF, "IN_INIT = True\n" + _DEAF])
 def test_no_worker_outlives_a_server_that_is_killed(tmp_path: Path, source: str) -> None:
-    """Not even a worker whose messages the server has not read, or one that does not read messages yet."""
+    """This includes a worker whose messages the server has not read, and one that does not read messages yet."""
     uri = write_handler(tmp_path, source)
     with subprocess.Popen([sys.executable, "-c", _SERVER, uri, ""], stdout=subprocess.DEVNULL) as server:
         try:
@@ -481,7 +481,7 @@ def handle(data, context):
 
 
 def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_path: Path) -> None:
-    """The second worker refuses, and a process of it holds its connection while the third worker loads."""
+    """The second worker refuses, and one of its processes keeps its connection while the third worker loads."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _SLOW_TO_DIE)) as pool:

@@ -1,4 +1,4 @@
-"""Static batches: when they are due, which requests they have, and that a request that fails fails alone."""
+"""Static batches: when they are sent, which requests they contain, and that a failing request fails alone."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_request_that_has_left_makes_no_batch_due() -> None:
 
 
 def test_what_a_frame_takes_is_not_underestimated() -> None:
-    """Names and headers may have any characters."""
+    """Names and headers may contain any characters."""
     wide = "\U0001f600" * 50
     request = HandlerRequest(wide, [RequestPart(wide, wide, b"x" * 10)] * 3, {wide: wide, "\x00": "\x00"})
     job = HandlerJob(request, wide, 0.0, lambda job: None)
@@ -226,7 +226,7 @@ def test_members_of_a_batch_get_as_many_pieces_as_they_have(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=pytest.mark.slow)])
 def test_a_member_ends_early_and_its_stream_with_it(tmp_path: Path, which: str) -> None:
-    """The other requests of the batch go on; the one that has ended does not wait for them."""
+    """The other requests of the batch continue, and the one that has ended does not wait for them."""
     source = """
         import pathlib, time
         from ts.handler_utils.utils import send_intermediate_predict_response
@@ -253,7 +253,7 @@ def test_a_member_ends_early_and_its_stream_with_it(tmp_path: Path, which: str) 
 
 
 def test_a_request_that_makes_its_batch_fail_fails_alone(tmp_path: Path) -> None:
-    """The other requests are run again alone, and no piece that was delivered is delivered again."""
+    """The other requests are run again alone, and no piece is delivered twice."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, COUNTER, {"batchSize": 3, "maxBatchDelay": 10_000})) as pool:
@@ -284,7 +284,7 @@ def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reaso
 
 
 def test_a_client_that_lags_in_company_is_cut(tmp_path: Path) -> None:
-    """The other requests of its batch go on."""
+    """The other requests of its batch continue."""
     source = """
         from ts.handler_utils.utils import send_intermediate_predict_response
 
@@ -372,7 +372,7 @@ def test_a_sequence_that_ends_makes_room() -> None:
 
 
 def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
-    """A running sum per sequence, in two workers, with requests of both sequences at once."""
+    """The handler keeps a sum per sequence, in two workers, with requests of both sequences at once."""
     source = """
         import os
         sums = {}
@@ -445,7 +445,7 @@ def test_without_a_number_of_its_own_each_worker_holds_a_batch_of_sequences() ->
 
 
 def test_a_wrong_number_of_results_fails_only_the_request_that_it_comes_of(tmp_path: Path) -> None:
-    """Whose the results of the batch are cannot be told: each request is run again alone."""
+    """It is unknown to which requests the batch's results belong, so that each request is run again alone."""
     source = """
         def handle(data, context):
             if data is None:

@@ -1,6 +1,6 @@
-"""Handlers that TorchServe brings, named in an archive, with tiny models: run by its own package.
+"""TorchServe's built-in handlers, named in an archive, with tiny models: run by its own package.
 
-The libraries that they need `make test-all` gives to these tests alone.
+`make test-all` makes the libraries that they need available to these tests only.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ async def _answer(pool: WorkerPool, value: bytes, **headers: str) -> Any:
 
 @needs_captum
 def test_text_classifier_names_its_classes_and_explains_them(tmp_path: Path) -> None:
-    """What its vocabulary lacks fails alone, as in TorchServe, and the next one is served."""
+    """A text without known words fails alone, as in TorchServe, and the next one is served."""
     vocabulary = {"good": 1, "bad": 2, "very": 3, "very good": 4, "very bad": 5}
     weights = torch.zeros(8, 2)
     weights[1], weights[4], weights[2], weights[5] = (torch.tensor(row) for row in ([5.0, 0], [5, 0], [0, 5], [0, 5]))
@@ -121,7 +121,7 @@ def test_text_classifier_names_its_classes_and_explains_them(tmp_path: Path) -> 
 
 @pytest.fixture
 def vision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An archive's folder; workers can import torchvision."""
+    """The folder of an archive, for workers that can import torchvision."""
     found = os.pathsep.join(filter(None, (write_site(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
     monkeypatch.setenv("PYTHONPATH", found)
     (tmp_path / "archive").mkdir()
@@ -133,7 +133,7 @@ def _eager(folder: Path, shown: str) -> None:
 
 
 def _colour_classifier(folder: Path) -> str:
-    """An archive for image_classifier with a TorchScript model, as most of its archives have."""
+    """Writes an archive for image_classifier with a TorchScript model, which is the most common kind."""
 
     class Colours(torch.nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def _colour_classifier(folder: Path) -> str:
 
 @needs_torchvision
 def test_image_classifier_labels_a_bucket_of_500_images_and_resumes_byte_for_byte(vision: Path, tmp_path: Path) -> None:
-    """Over ``cloud run``, killed once. One of the objects is no image, and Pillow's error names an address."""
+    """Runs ``cloud run``, killed once. One of the objects is no image, and Pillow's error contains a memory address."""
     colours = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
     labels = [list(colours)[number % 3] for number in range(500)]
     images: dict[str, bytes | int] = {f"{n:03}.png": _png(*colours[label]) for n, label in enumerate(labels)}
@@ -241,7 +241,7 @@ def test_object_detector_gives_boxes_of_enough_score(vision: Path) -> None:
 
 @pytest.mark.parametrize("which", ["shim", "package"])
 def test_base_handler_itself_runs_a_model_on_both(tmp_path: Path, which: str) -> None:
-    """Behind an envelope, which makes plain lists of the requests."""
+    """An envelope passes it the requests as plain lists."""
     (tmp_path / "model.py").write_text(
         "import torch\n\nclass Twice(torch.nn.Module):\n    def forward(self, x): return 2 * x"
     )

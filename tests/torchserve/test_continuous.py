@@ -1,4 +1,4 @@
-"""Continuous batching and asyncCommunication: requests join, leave and fail each on their own."""
+"""Continuous batching and asyncCommunication: each request joins, leaves and fails independently."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_no_more_are_in_the_batch_than_its_size(tmp_path: Path) -> None:
 
 
 def test_a_request_that_makes_a_step_fail_fails_alone(tmp_path: Path) -> None:
-    """It may have just joined, or have run for a while. The other requests lose no piece."""
+    """It may have just joined or have run for a while. The other requests lose no piece."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _STEPS, _config())) as pool:

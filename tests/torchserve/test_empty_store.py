@@ -1,4 +1,4 @@
-"""A server that ``serve-torchserve`` starts without a model: its ports are open, and models are registered there."""
+"""A server that ``serve-torchserve`` starts without a model: its ports are open, and register models."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_server_without_a_model_is_healthy_and_has_all_its_ports(empty: _Empty
 
 
 def test_a_model_that_is_registered_takes_the_defaults_of_the_configuration_and_answers(empty: _Empty) -> None:
-    """Its handler gets bodies, not rows, as ``service_envelope`` says."""
+    """Its handler gets bodies rather than rows, as ``service_envelope`` defines."""
     said = empty.managed("POST", "?url=assistant.mar")["status"]
     assert said == 'Model "assistant" Version: 1.0 registered with 2 initial workers'
     (described,) = empty.managed("GET", "/assistant")
@@ -115,7 +115,7 @@ def test_a_model_that_is_registered_takes_the_defaults_of_the_configuration_and_
 
 
 def test_a_server_without_a_model_refuses_models_after_sigterm_closes_all_its_ports_and_ends(empty: _Empty) -> None:
-    """The second signal ends the drain's delay."""
+    """The second signal ends the delay of the drain."""
     assert empty.managed("GET") == {"models": []}
     empty.server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: get_ready(empty.server).status_code == 503, "not ready")

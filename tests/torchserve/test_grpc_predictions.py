@@ -1,4 +1,4 @@
-"""TorchServe's gRPC service behind a real MLServer: on its own port and on another, against ``/predictions``."""
+"""TorchServe's gRPC service behind a real MLServer: on its own port and on another, compared with ``/predictions``."""
 
 from __future__ import annotations
 
@@ -155,14 +155,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
 
 @pytest.fixture(scope="module", params=["mlserver", "own"])
 def stub(served: Served, request: pytest.FixtureRequest) -> Iterator[Stub]:
-    """Of each port in turn."""
+    """A stub for each port in turn."""
     with grpc.insecure_channel(served.targets[request.param], options=_ALL_SIZES) as channel:
         yield Stub(channel)
 
 
 @pytest.fixture(scope="module")
 def one(served: Served) -> Iterator[Stub]:
-    """For what does not depend on the port."""
+    """A stub for tests that do not depend on the port."""
     with grpc.insecure_channel(served.targets["own"], options=_ALL_SIZES) as channel:
         yield Stub(channel)
 
@@ -333,7 +333,7 @@ def test_a_refused_request_has_its_code_and_one_line_in_the_log(served: Served, 
     assert (response.status.code, response.status.message) == (code.value[0], said.rpartition("\n")[0])
 
     def lines() -> list[str]:
-        """Without those of earlier requests."""
+        """Returns the log lines without those of earlier requests."""
         return [line for line in served.server.log[begun:].splitlines() if "log_drain" not in line]
 
     wait_until(lambda: len(lines()) >= 3, "the lines")
@@ -498,7 +498,7 @@ def _pass_the_deadline(stub: Stub) -> None:
 
 @pytest.mark.parametrize("leave", [_leave_unary, _leave_stream, _leave_sequences, _pass_the_deadline])
 def test_a_client_that_leaves_frees_its_worker(served: Served, stub: Stub, leave: Callable[[Stub], None]) -> None:
-    """The handler would go on for ever, and the model has one worker."""
+    """The handler would never end, and the model has only one worker."""
     leave(stub)
     assert stub.Predictions(_ask(b"bytes"), timeout=_FREED_S).prediction == b"\xff\x00"
     own = [line for line in served.server.log.splitlines() if " worker 0: " not in line]
@@ -535,7 +535,7 @@ def test_requests_are_counted_and_logged_as_those_of_other_endpoints(served: Ser
 
 
 def _succeeded(served: Served) -> int:
-    """Requests to ``hello``."""
+    """Returns the number of successful requests to ``hello``."""
     text = plain_http.get(f"http://{HOST}:{served.server.metrics_port}/metrics", timeout=_TIMEOUT_S).text
     pattern = r'^torch_stream_handler_requests_total{[^}]*model="hello"[^}]*outcome="ok"[^}]*} ([\d.]+)$'
     return round(float(re.findall(pattern, text, re.MULTILINE)[0]))

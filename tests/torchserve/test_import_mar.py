@@ -1,4 +1,4 @@
-"""``import-mar``: what it writes is served, what it cannot carry over is named."""
+"""``import-mar``: MLServer serves what it writes, and it names what it cannot carry over."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 def test_a_folder_that_is_there_is_named_with_what_to_do_and_only_replaced_by_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is not of this command stays in it in any case."""
+    """Files in it that the command has not written are never removed."""
     models = tmp_path / "models"
     assert main(["import-mar", _mar(tmp_path, "a.mar", "1.0"), "--into", str(models)]) == 0
     (models / "ok/mine.txt").write_text("mine")
@@ -145,7 +145,7 @@ def test_force_replaces_no_file_by_a_folder(tmp_path: Path, capsys: pytest.Captu
 def test_what_cannot_be_written_whole_is_not_written_at_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
 ) -> None:
-    """A disk that is full when the archive has been copied in part: here, a limit of the process on its files."""
+    """The disk is full when the archive has been copied in part; a limit on the process's file size simulates this."""
     models = tmp_path / "models"
     if there:
         assert main(["import-mar", _mar(tmp_path, "a.mar", "1"), "--into", str(models)]) == 0

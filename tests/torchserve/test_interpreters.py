@@ -1,4 +1,4 @@
-"""Workers of an interpreter of their own: one without any package, and each Python that a handler may bring."""
+"""Workers with their own interpreter: one without any package, and each Python version that handlers may use."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ class Handler:
 
 
 def _answers(folder: Path, python: str, **config: Any) -> dict[str, Any]:
-    """What a handler tells of its interpreter; it sends a piece, and fails alone, as it does in the server's own."""
+    """Returns what a handler reports of its interpreter.
+
+    The handler sends a piece, and a request fails alone, as with the server's own interpreter.
+    """
     source = _ASYNCHRONOUS if "asyncCommunication" in config else f"{_HANDLER}\nhandle = answer"
     uri = write_handler(folder, source, {"since": date(2024, 5, 6), **config})  # YAML has dates, and JSON has none
 
@@ -166,7 +169,7 @@ def _mar(folder: Path, yaml: str) -> str:
 
 
 def _build(uri: str, **extra: Any) -> None:
-    """Up to what it is refused for."""
+    """Builds the model until it is refused."""
     parameters = ModelParameters(uri=uri, extra={"ts": "shim", **extra})
     settings = ModelSettings(name="m", implementation="mlserver_torch_stream.TorchServeRuntime", parameters=parameters)
 
@@ -196,7 +199,7 @@ def test_use_venv_is_refused_with_the_line_that_makes_one_until_an_interpreter_i
 
 
 def test_the_line_is_one_that_a_shell_runs(tmp_path: Path) -> None:
-    """Up to pip, which would ask the network."""
+    """Runs until pip would access the network."""
     (tmp_path / "pip").write_text('#!/bin/sh\ncat "$4"')
     (tmp_path / "pip").chmod(0o755)
     packed = Path(_mar(tmp_path, "useVenv: true"))

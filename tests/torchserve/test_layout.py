@@ -1,4 +1,4 @@
-"""``serve-torchserve``: what a model store and a config.properties say is what MLServer is told."""
+"""``serve-torchserve``: MLServer gets the settings that a model store and a config.properties define."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _properties(folder: Path, text: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model store of two models, one of them in two versions."""
+    """A model store with two models, one of them in two versions."""
     folder = tmp_path / "models"
     _mar(folder, "cat-1.mar", "cat", "1.0", _YAML)
     _mar(folder, "cat-2.mar", "cat", "2.0")
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _prepared(folder: Path, *typed: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """The settings by name and version, MLServer's variables, and the lines for the user."""
+    """Returns the settings by name and version, MLServer's variables, and the lines for the user."""
     arguments = serve_torchserve._parser().parse_args([str(folder), *typed])
     into = folder.parent / "written"
     into.mkdir()
@@ -95,7 +95,7 @@ def test_a_folder_without_a_configuration_is_served_whole_on_this_machine_alone(
 
 
 def test_archives_are_chosen_and_named_as_torchserve_does(folder: Path) -> None:
-    """Also an archive that says neither its name nor its version, an unpacked one, and files that are none."""
+    """Includes an archive without name and version, an unpacked one, and files that are not archives."""
     _mar(folder, "plain.mar", None, None)
     unpacked = folder / "model-store/open"
     (unpacked / "MAR-INF").mkdir(parents=True)

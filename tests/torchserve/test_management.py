@@ -57,7 +57,7 @@ def handle(data, context):
 
 
 class Management:
-    """A client of the API. ``store``: the model store's folder."""
+    """A client of the API. ``store`` is the model store's folder."""
 
     def __init__(self, server: Server, port: int, store: Path) -> None:
         self.server = server
@@ -226,7 +226,7 @@ def test_versions_of_a_model_and_its_default_one(api: Management) -> None:
 
 
 def test_a_model_without_a_version_stays_the_default_beside_versions(api: Management) -> None:
-    """Nobody could ask for it, or unload it, if it were not."""
+    """Otherwise nobody could call it or unload it."""
     api.done("POST", "/models?url=noop1.0.mar&model_name=started&initial_workers=1")
     assert api.predict("started/1.0").text == "version 1.0, 1"
     assert api.error("PUT", "/models/started/1.0/set-default")[:2] == (409, "ConflictStatusException")
@@ -371,7 +371,10 @@ def test_an_archive_is_downloaded_from_an_allowed_url_only_and_removed_with_its_
 
 
 def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Management, tmp_path: Path) -> None:
-    """It could not be downloaded again once it is mended. Of downloads of one file at the same time one is done."""
+    """Otherwise it could not be downloaded again after it is repaired.
+
+    Of simultaneous downloads of one file, one succeeds.
+    """
     site = tmp_path / "allowed"
     site.mkdir()
     model = {"modelName": "mended", "handler": "handler.py"}
@@ -394,7 +397,7 @@ def test_a_downloaded_archive_that_cannot_be_registered_does_not_stay(api: Manag
 
 
 def test_a_path_is_that_of_the_request_line_and_quoted_in_the_log(api: Management) -> None:
-    """Not of the header Host, nor what is behind a question mark that belongs to the path."""
+    """The header Host does not change it, and an encoded question mark belongs to the path."""
     for host in ("x/models/started#", "[", "x?"):
         assert api.done("GET", "/models", headers={"host": host})["models"]
     for path in ("/models%3Fx", "/mo%0Adels", "/models/started%3Fx"):
@@ -446,7 +449,7 @@ def test_a_port_of_the_management_api_that_is_taken_is_named(taken: str) -> None
 
 @pytest.mark.slow
 def test_a_request_that_runs_at_the_end_of_the_server_gets_its_reason(tmp_path: Path) -> None:
-    """A download that stalls."""
+    """The request is a download that stalls."""
     (tmp_path / "store").mkdir()
     started = Model("started", write_handler(tmp_path / "started", HELLO), implementation=TORCHSERVE, extra=SHIM)
     (port,) = free_ports(1)

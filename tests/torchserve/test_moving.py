@@ -29,7 +29,7 @@ _MANAGEMENT = "MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE"
 
 
 class _Reader:
-    """Does what the page says in one folder. At most one server runs."""
+    """Follows the page in one folder. At most one server runs at a time."""
 
     def __init__(self, folder: Path, archiver: str | None) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class _Reader:
         self._server = self._servers.enter_context(running)
 
     def _run(self, block: Block) -> None:
-        """A line that starts a server is followed by the end of that server, once it is ready."""
+        """Runs a block. If it ends with the start of a server, checks a prediction of that server, and stops it."""
         code = block.code
         if "mlserver start " in code:
             code, _, folder = code.partition("mlserver start ")
@@ -110,7 +110,7 @@ class _Reader:
 
 
 def _pack(folder: Path, words: list[str]) -> None:
-    """What torch-model-archiver makes of these arguments."""
+    """Writes what torch-model-archiver would make with these arguments."""
     given = dict(zip(words[1::2], words[2::2], strict=True))
     name, handler = given["--model-name"], given["--handler"]
     model = {"modelName": name, "modelVersion": given["--version"], "handler": handler}

@@ -1,4 +1,4 @@
-"""OpenAI's API below ``/predictions/{model}``: on a handler that speaks it, and on a model that generates tokens."""
+"""OpenAI's API below ``/predictions/{model}``: for a handler that implements it, and for a generating model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _ask(server: Server, path: str, body: Any = None, method: str = "POST") -> h
 
 
 def _chat(**more: Any) -> dict[str, Any]:
-    """As the launcher's clients ask: the model is the one of the hub."""
+    """Returns a chat as the launcher's clients send it, with the hub's name of the model."""
     messages = [{"role": "user", "content": "Hello"}]
     return {"model": "meta-llama/Llama-3.1-8B", "messages": messages, "max_tokens": 5, "temperature": 0, **more}
 

@@ -1,4 +1,4 @@
-"""From MLServer's settings to what a worker loads: devices, the package or its stand-in, and BaseHandler in it."""
+"""From MLServer's settings to what a worker loads: devices, the package or its stand-in, and BaseHandler with it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_workers_take_gpus_in_turn(tmp_path: Path, config: dict[str, Any], expec
 
 
 def _base_handler_archive(folder: Path) -> str:
-    """A linear layer with known weights, served by BaseHandler itself behind the envelope ``body``."""
+    """Writes a linear layer with known weights, served by BaseHandler itself behind the envelope ``body``."""
     import torch
 
     model = torch.nn.Linear(2, 1)

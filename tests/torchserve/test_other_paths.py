@@ -1,4 +1,4 @@
-"""What TorchServe's inference port has beside predictions: descriptions, and the paths of its predecessor."""
+"""Other paths of TorchServe's inference port than predictions: descriptions, and the paths of its predecessor."""
 
 from __future__ import annotations
 

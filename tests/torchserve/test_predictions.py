@@ -145,7 +145,7 @@ def test_a_header_of_the_handlers_cannot_add_others(server: Server) -> None:
 
 
 def test_each_intermediate_response_is_one_chunk_and_the_final_one_is_the_last(server: Server) -> None:
-    """Byte by byte, as ``iter_content(chunk_size=None)`` of requests reads them."""
+    """The chunks are compared byte by byte, as ``iter_content(chunk_size=None)`` of requests reads them."""
     assert _chunks(server, "predictions/hello", b"x")[1] == [b"hello"] * 3 + [b"hello world "]
     head, chunks = _chunks(server, "predictions/echo", b"pieces")
     assert b"content-type: text/plain" in head and b"content-length" not in head
@@ -161,7 +161,7 @@ def test_a_stream_has_torchserves_header_of_its_first_response(server: Server) -
 
 
 def test_the_status_of_a_stream_is_that_of_its_first_response(server: Server) -> None:
-    """As in TorchServe, which has no place for the other statuses, not even for that of an error in the last one."""
+    """As in TorchServe, all later statuses are lost, even that of an error in the last response."""
     head, chunks = _chunks(server, "predictions/echo", b"206 at first", 206)
     assert chunks == [b"piece 0", b"piece 1", b"the end"] and b"ts_stream_next: true" in head
     assert _chunks(server, "predictions/echo", b"503 at last")[1] == [b"piece 0", b"piece 1", b"the end"]
@@ -171,7 +171,7 @@ def test_the_status_of_a_stream_is_that_of_its_first_response(server: Server) ->
     ("code", "status"), [(429, 429), (404, 404), (507, 507), (206, 503), (302, 503), (0, 503), (999, 503)]
 )
 def test_another_code_than_200_ends_the_request_with_its_message(server: Server, code: int, status: int) -> None:
-    """A code that is no error's counts as 503."""
+    """A code that is not that of an error counts as 503."""
     assert _error(_post(server, content=b"code %d" % code)) == (status, "InternalServerException", "enough")
 
 
@@ -182,7 +182,7 @@ def test_what_a_handler_sends_after_a_code_is_dropped_and_the_next_request_is_an
 
 
 def _chunks(server: Server, path: str, body: bytes, status: int = 200) -> tuple[bytes, list[bytes]]:
-    """The head of the reply in lower case, and its chunks up to the empty one."""
+    """Returns the head of the reply in lower case, and its chunks up to the empty one."""
     with socket.create_connection((HOST, server.http_port), timeout=_TIMEOUT_S) as connection:
         connection.sendall(b"POST /%b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body)))
         connection.sendall(body)
@@ -197,7 +197,7 @@ def _chunks(server: Server, path: str, body: bytes, status: int = 200) -> tuple[
 
 
 def test_requests_reads_the_pieces_that_the_handler_sent(server: Server) -> None:
-    """As TorchServe's own examples read them."""
+    """TorchServe's own examples read them in this way."""
     script = (
         "import requests\n"
         f"reply = requests.post('{server.url}/predictions/echo', data=b'pieces', stream=True, timeout={_TIMEOUT_S})\n"
@@ -315,7 +315,7 @@ def test_explanations_and_kserves_v1_paths_lead_to_the_handler(server: Server) -
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_leaves_frees_its_worker(server: Server, streamed: bool) -> None:
-    """The handler would go on for ever, and the model has one worker."""
+    """The handler would never end, and the model has only one worker."""
     url = f"{server.url}/predictions/echo"
     if streamed:
         with plain_http.stream("POST", url, content=b"endless", timeout=_TIMEOUT_S) as response:

@@ -1,4 +1,4 @@
-"""Parallel handlers: every rank is a process with torchrun's environment, and only the first one speaks."""
+"""Parallel handlers: every rank is a process with torchrun's environment, and only the first one sends."""
 
 from __future__ import annotations
 
@@ -139,13 +139,13 @@ class Lockstep:
 
 
 def _done(tmp_path: Path) -> list[list[int]]:
-    """How many steps each call has come, by rank."""
+    """Returns how many steps each call has made, by rank."""
     logs = [tmp_path / f"done.{rank}" for rank in range(2)]
     return [[int(each) for each in log.read_text().split()] if log.exists() else [] for log in logs]
 
 
 async def _all_done(tmp_path: Path, calls: int) -> None:
-    """On the other rank, too, for which no answer waits."""
+    """Waits for the other rank, too, whose answers nobody reads."""
     await until(lambda: all(len(each) == calls for each in _done(tmp_path)))
 
 
@@ -157,7 +157,7 @@ async def _leave(pool: WorkerPool, text: str, after: int) -> None:
 
 
 def test_ranks_that_send_alike_stop_at_the_same_send_when_their_client_leaves(tmp_path: Path) -> None:
-    """Once they have been seen to: the very first call goes to its end."""
+    """They stop only after they have been seen to send alike, so that the very first call runs to its end."""
     config = {"parallelType": "tp", "parallelLevel": 2}
 
     async def scenario() -> None:
@@ -179,7 +179,7 @@ def test_ranks_that_send_alike_stop_at_the_same_send_when_their_client_leaves(tm
 
 @pytest.mark.parametrize("kind", ["first", "thread"])
 def test_ranks_that_cannot_stop_together_go_on_to_their_end(tmp_path: Path, kind: str) -> None:
-    """Where only the first sends, the others are never asked; nor is anybody beside a thread of the handler's."""
+    """Ranks are not asked if only the first one sends, or if a handler sends from its own thread."""
     config = {"parallelType": "tp", "parallelLevel": 2}
 
     async def scenario() -> None:
@@ -194,7 +194,7 @@ def test_ranks_that_cannot_stop_together_go_on_to_their_end(tmp_path: Path, kind
 
 
 def test_ranks_that_do_not_come_to_the_same_send_go_on_after_a_while(tmp_path: Path) -> None:
-    """They have sent alike before, and do not now; they are not asked again."""
+    """They have sent alike before, but no longer do; they are not asked again."""
     config = {"parallelType": "tp", "parallelLevel": 2}
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""docs/torchserve-reference.md, row by row: what its tables say of a call, a name or a key is so."""
+"""docs/torchserve-reference.md, row by row: what its tables say of a call, a name or a key is true."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("which", ["shim", pytest.param("package", marks=p
 
 @cache
 def _table(section: str) -> Mapping[str, tuple[str, str]]:
-    """Each key of a section: what the page says of it, and its note. `a` with `b` are one key."""
+    """Returns for each key of a section what the page says of it, and its note. `a` with `b` are one key."""
     text = _PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| ")
@@ -179,7 +179,7 @@ print("@" + json.dumps({{path: has(path) for path in {sorted(table)!r}}}))
 
 
 def test_handlers_of_torchserves_own_are_those_of_the_page() -> None:
-    """That they run, or are refused, is shown by test_built_in and test_bad_handlers."""
+    """test_built_in and test_bad_handlers test that they run or are refused."""
     assert set(_table("Handlers of TorchServe's own")) == set(BUILT_IN)
 
 
@@ -198,7 +198,7 @@ def _archive(folder: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def test_the_manifest_means_what_the_page_says(tmp_path: Path) -> None:
-    """`import-mar` takes name and version over, and names the requirements: test_import_mar."""
+    """test_import_mar tests that `import-mar` keeps name and version and names the requirements."""
     model = {
         "modelName": "m",
         "modelVersion": "1",
@@ -267,7 +267,7 @@ def test_the_page_has_all_keys_of_the_yaml() -> None:
 
 
 def test_the_environment_means_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks: test_ranks."""
+    """test_ranks tests the environment of ranks."""
     source = """
         import os
 
@@ -316,7 +316,7 @@ def test_each_key_of_config_properties_is_carried_over_or_named_as_the_page_says
 
 
 def test_each_key_of_a_servers_config_properties_is_what_the_page_says(tmp_path: Path) -> None:
-    """That a key that is honoured has its effect: test_layout."""
+    """test_layout tests that a key that is honoured has its effect."""
     table = _table("config.properties of a server")
     assert set(table) == set(_table("config.properties"))
     assert {key for key, (verdict, _) in table.items() if verdict == "honoured"} == HONOURED

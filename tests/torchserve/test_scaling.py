@@ -1,4 +1,4 @@
-"""Workers between minWorkers and maxWorkers, by load and by order, in real worker processes."""
+"""Workers between minWorkers and maxWorkers, scaled by load and by requests, in real worker processes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _ready(pool: WorkerPool) -> int:
 
 
 def _pid(pool: WorkerPool) -> int:
-    """Of the only worker."""
+    """Returns the pid of the only worker."""
     ((pid,),) = (slot.worker.pids for slot in pool.supervisor.slots if slot.worker is not None)
     return pid
 
@@ -77,7 +77,7 @@ def _queued(name: str, arrived: float, sequence: str | None = None) -> HandlerJo
 
 
 async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event) -> list[str]:
-    """The pieces of twelve answers or more, one after another, until the workers are ``scaled``."""
+    """Returns the pieces of at least twelve answers, one after another, until the workers are ``scaled``."""
     answers: list[str] = []
     for turn in range(10_000):
         if turn >= 12 and scaled.is_set():
@@ -87,7 +87,7 @@ async def _client(pool: WorkerPool, number: int, scaled: asyncio.Event) -> list[
 
 
 def _check_answers(answered: list[list[str]], folder: Path) -> None:
-    """Each client has its own answers in order, and the handler was called once for each request."""
+    """Checks that each client has its own answers in order, and that the handler was called once for each request."""
     asked = [
         [f"sleep 0.02 {number} {turn}" for turn in range(len(pieces) // 2)] for number, pieces in enumerate(answered)
     ]
@@ -412,7 +412,7 @@ def test_a_worker_that_leaves_gets_only_the_requests_of_its_sequences_and_only_o
 
 
 def test_fewer_workers_at_most_than_at_least_are_named_and_not_scaled() -> None:
-    """TorchServe has the workers of `default_workers_per_model` then, whatever the YAML's `maxWorkers` is."""
+    """TorchServe has `default_workers_per_model` workers then, whatever the YAML's `maxWorkers` is."""
     config = read_config({"maxWorkers": 1}, {"minWorkers": 2})
     assert config.most_workers == HandlerConfig(minWorkers=2).most_workers == 2
     assert list(not_honoured({}, config)) == ["maxWorkers: 1 is less than minWorkers, so the model always has 2"]

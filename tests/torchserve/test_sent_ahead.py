@@ -1,4 +1,4 @@
-"""Batches that a quick worker gets while it runs another: the order of its requests, and what its death costs."""
+"""Batches that a quick worker gets while it runs another: the order of its requests, and what fails if it dies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def _quick(pool: WorkerPool) -> WorkerSlot:
-    """Asks until the only worker was quick, which a busy machine may delay."""
+    """Sends requests until the only worker counts as quick, which a busy machine may delay."""
     slot = pool.supervisor.slots[0]
     for number in range(500):
         size = pool.config.batchSize
@@ -69,7 +69,7 @@ async def _quick(pool: WorkerPool) -> WorkerSlot:
 
 
 def test_a_quick_worker_has_further_requests_while_it_runs_one(tmp_path: Path, notes: Path) -> None:
-    """They still wait, say the metrics, and one whose client leaves is not run."""
+    """The metrics count these requests as waiting, and one whose client leaves is not run."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING), responseTimeout=60) as pool:
@@ -122,7 +122,7 @@ def test_a_worker_gets_one_batch_at_a_time_where_it_is_slow_or_another_could_tak
 
 @pytest.mark.parametrize("delay", [0, 100])
 def test_a_batch_is_sent_ahead_once_it_is_full(tmp_path: Path, notes: Path, delay: int) -> None:
-    """Else it would be smaller than the one that goes out when the worker is free."""
+    """Otherwise it would be smaller than a batch that is sent when the worker is free."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING), batchSize=3, maxBatchDelay=delay) as pool:
@@ -142,7 +142,7 @@ def test_a_batch_is_sent_ahead_once_it_is_full(tmp_path: Path, notes: Path, dela
 def test_a_worker_that_ends_fails_what_it_has_begun_and_the_rest_is_run_once(
     tmp_path: Path, notes: Path, text: str, error: type[Exception]
 ) -> None:
-    """Also one whose client has left meanwhile is not run."""
+    """A request whose client has left in the meantime is not run."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING), responseTimeout=2) as pool:
@@ -159,7 +159,7 @@ def test_a_worker_that_ends_fails_what_it_has_begun_and_the_rest_is_run_once(
 
 
 def test_the_time_limit_of_a_batch_begins_with_it(tmp_path: Path, notes: Path) -> None:
-    """The later ones wait for most of the limit and more behind the first, and have all of it."""
+    """The later ones wait behind the first for longer than the limit, and still have all of their own time."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING), responseTimeout=1) as pool:
@@ -173,7 +173,7 @@ def test_the_time_limit_of_a_batch_begins_with_it(tmp_path: Path, notes: Path) -
 
 
 def test_the_requests_of_a_sequence_run_and_are_answered_in_their_order(tmp_path: Path, notes: Path) -> None:
-    """32 at once, of four sequences."""
+    """There are 32 requests at once, of four sequences."""
 
     async def scenario() -> None:
         how = {**_SEQUENCES, "sequenceMaxIdleMSec": 60000}
@@ -217,7 +217,7 @@ def test_a_sequence_that_was_only_sent_ahead_outlives_the_worker_and_one_with_a_
 
 
 def test_no_request_is_answered_before_an_earlier_one(tmp_path: Path, notes: Path) -> None:
-    """Of 64 clients, each of which asks again as soon as it is answered."""
+    """There are 64 clients, each of which sends its next request as soon as it is answered."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING)) as pool:
@@ -253,7 +253,7 @@ def test_what_is_taken_back_waits_where_it_did() -> None:
 
 
 def test_a_worker_killed_under_load_loses_no_request_and_runs_none_twice(tmp_path: Path, notes: Path) -> None:
-    """Sixteen clients; what had begun fails, everything else is answered."""
+    """There are sixteen clients. Requests that had begun fail, and all others are answered."""
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, NOTING)) as pool:
@@ -276,7 +276,7 @@ def test_a_worker_killed_under_load_loses_no_request_and_runs_none_twice(tmp_pat
 
 
 def test_an_open_sequence_that_no_worker_holds_is_refused(tmp_path: Path) -> None:
-    """A request that goes on with a state is never the first that a worker sees of its sequence."""
+    """A request that continues a sequence is never the first of that sequence that a worker gets."""
 
     async def scenario() -> None:
         source = "def handle(data, context):\n    return None if data is None else ['ok'] * len(data)\n"

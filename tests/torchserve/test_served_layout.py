@@ -1,4 +1,4 @@
-"""A server that ``serve-torchserve`` has started: versions, bounds, and what its handlers find."""
+"""A server that ``serve-torchserve`` has started: versions, limits, and what its handlers get."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _WHEEL = "tiny_of_the_archive-1.0-py3-none-any.whl"
 
 @pytest.fixture(scope="module")
 def torchserve_port() -> str:
-    """In the place of 7070."""
+    """A free port instead of 7070."""
     return str(free_ports(1)[0])
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, torchserve_port: str) -> Iterator[Server]:
-    """Two versions of one model, of which the older is the default, a model with requirements, and two bad archives."""
+    """Two versions of one model, with the older one as the default; a model with requirements; and two bad archives."""
     folder = tmp_path_factory.mktemp("layout") / "models"
     for each in ("model-store", "config"):
         (folder / each).mkdir(parents=True)
@@ -86,7 +86,7 @@ def _wait_for_log(server: Server, counts: dict[str, int]) -> None:
 
 
 def _mar_with_requirements(path: Path) -> None:
-    """Its requirements are a wheel in the archive, so that pip asks no index."""
+    """Its requirements are a wheel in the archive, so that pip needs no index."""
     wheel = io.BytesIO()
     with zipfile.ZipFile(wheel, "w") as packed:
         packed.writestr("tiny_of_the_archive.py", "ANSWER = 'installed'\n")
@@ -111,7 +111,7 @@ def _asked(server: Server, path: str) -> httpx.Response:
 
 
 def test_versions_are_served_side_by_side_and_the_default_is_the_configured_one(server: Server) -> None:
-    """Also after both were loaded again."""
+    """The same holds after both were loaded again."""
     for path, version in (("cat", "1.0"), ("cat/1.0", "1.0"), ("cat/2.0", "2.0")):
         assert _asked(server, f"/predictions/{path}").json()[0] == version, path
     assert _asked(server, "/v2/repository/models/cat/load").status_code == 200
@@ -129,7 +129,7 @@ def test_an_archive_that_cannot_be_loaded_costs_its_own_model_alone(server: Serv
 
 
 def test_handlers_find_what_config_properties_leaves_them(server: Server) -> None:
-    """The body is not decoded, one variable is hidden, and images have no limit."""
+    """The body is not decoded, one variable is hidden, and images have no size limit."""
     seen = {"AWS_SECRET_KEY": None, "AWS_REGION": "shown"}
     assert _asked(server, "/predictions/cat").json() == ["1.0", "bytearray", seen, False]
 

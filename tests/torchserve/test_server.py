@@ -365,7 +365,7 @@ def test_the_kservev2_envelope_answers_with_tensors(server: Server, stub: GRPCIn
 def test_a_client_that_leaves_makes_room_for_the_next(
     server: Server, stub: GRPCInferenceServiceStub, endpoint: str
 ) -> None:
-    """The handler would go on for ever."""
+    """The handler would never end."""
     if endpoint == "grpc":
         call = stub.ModelStreamInfer(iter([_grpc("facts", "endless")]), timeout=_TIMEOUT_S)
         assert _value(next(call)) == b"piece"
@@ -413,7 +413,7 @@ def test_metrics_of_the_server_and_of_handlers_are_scraped(server: Server) -> No
 def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_server_lives(
     server: Server, tmp_path: Path, files: dict[str, str], said: str
 ) -> None:
-    """Loaded while the server runs, over MLServer's repository."""
+    """It is loaded while the server runs, over MLServer's repository."""
     uri = write_mar(tmp_path / "broken.mar", files, {"modelName": "broken", "handler": "broken.py"})
     folder = server.log_path.parent / "models" / tmp_path.name
     folder.mkdir()
@@ -431,7 +431,7 @@ def test_an_unknown_model_is_404_and_a_ready_one_is_ready(server: Server) -> Non
 
 
 def _last_event(server: Server, model: str, end: Callable[[], object]) -> dict[str, Any]:
-    """Of an endless stream that ``end`` brings to its end, from another thread, once it has begun."""
+    """Returns the last event of an endless stream, which ``end`` ends from another thread after it has begun."""
     url = f"{server.url}/v2/models/{model}/infer_stream"
     parser = EventParser()
     events: list[dict[str, Any]] = []

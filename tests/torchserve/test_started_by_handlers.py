@@ -1,4 +1,4 @@
-"""What a handler starts ends with its worker, however that ends, also in a session of its own."""
+"""Processes that a handler starts end with its worker, however that ends, even in their own sessions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_they_end_with_a_server_that_is_killed(tmp_path: Path, then: str) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_worker_ends_with_its_supervisor_and_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
-    """Killed by SIGKILL, the supervisor can end nothing: the kernel ends the worker alone."""
+    """A supervisor killed by SIGKILL cannot end anything; the kernel then ends only the worker."""
 
     async def scenario() -> list[psutil.Process]:
         async with running(write_handler(tmp_path, _STARTS)) as pool:

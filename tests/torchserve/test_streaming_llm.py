@@ -1,4 +1,4 @@
-"""Handlers that generate with transformers and send each token or word: their pieces, in order, for several at once."""
+"""Handlers that generate with transformers and stream tokens or words: pieces in order, for several requests."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _thread_pieces(model: Any, tokenizer: Any, prompt: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> Callable[[str, str], list[str]]:
-    """What transformers itself generates, as each handler divides it."""
+    """A function that returns what transformers itself generates, split as each handler does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()

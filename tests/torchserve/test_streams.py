@@ -1,4 +1,4 @@
-"""Pieces of a handler reach their client one by one and in order, on the shim and on TorchServe's own package."""
+"""Pieces of a handler reach their client one by one and in order, with the shim and with TorchServe's own package."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_context_data_and_metrics_are_torchserves(tmp_path: Path, which: str) ->
 
 @package_is_slow
 def test_a_client_that_leaves_stops_the_handler(tmp_path: Path, which: str) -> None:
-    """No ``except Exception`` of the handler's holds it up, and the next request is served."""
+    """``except Exception`` in the handler does not prevent it, and the next request is served."""
     source = """
         import pathlib, time
         from ts.handler_utils.utils import send_intermediate_predict_response
@@ -182,7 +182,7 @@ def test_a_time_limit_ends_a_stream_with_what_came(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_lags_makes_a_lone_handler_wait(tmp_path: Path) -> None:
-    """40 MB in 640 pieces: far less than that is held while nobody reads, and all of it comes."""
+    """40 MB in 640 pieces: while nobody reads, much less than that is in memory, and in the end all of it arrives."""
     source = """
         from ts.handler_utils.utils import send_intermediate_predict_response
 
@@ -206,7 +206,7 @@ def test_a_reader_that_lags_makes_a_lone_handler_wait(tmp_path: Path) -> None:
 
 
 def test_an_id_that_was_left_at_its_very_end_may_come_again(tmp_path: Path) -> None:
-    """The worker has done with the request when it hears that its client has left."""
+    """The worker has already finished the request when it hears that its client has left."""
     source = """
         import pathlib
         from ts.handler_utils.utils import send_intermediate_predict_response

@@ -1,4 +1,4 @@
-"""Metrics under TorchServe's names: exact counts under load, labels and types as its dashboards read them."""
+"""Metrics with TorchServe's names: exact counts under load, and labels and types as its dashboards read them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_versions_of_a_model_are_added_up_and_what_does_not_fit_is_left_out(
 
 
 def _shown(collector: HandlerMetricsCollector) -> list[Sample]:
-    """The samples of handlers' own metrics, as a scraper reads them, in both formats, each once."""
+    """Returns the samples of handlers' own metrics, as a scraper reads them in both formats; each must occur once."""
     registry = CollectorRegistry()
     registry.register(collector)
     text = openmetrics.generate_latest(registry).decode()

@@ -1,4 +1,4 @@
-"""Unpacked archives do not outlive their process for long, however it ended, and no process takes another's away."""
+"""Unpacked archives are removed soon after their process has ended, and never those of another process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ for _ in range(150):
 
 @pytest.fixture
 def mar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An archive, in a world with a temporary folder of its own."""
+    """An archive, with a temporary folder of its own for the test."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -86,7 +86,7 @@ def test_processes_that_load_at_once_leave_each_other_alone(mar: str) -> None:
 
 
 def test_only_folders_are_taken_for_left_ones(mar: str, tmp_path: Path) -> None:
-    """What a link of such a name leads to is not touched."""
+    """The target of a link with such a name is not touched."""
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").touch()
     temporary = Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""Sequences and time limits as V2 spells them."""
+"""Sequences and time limits in V2 requests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_header_of_torchserves_variable_ends_a_sequence_where_no_parameter_s
 
 
 def test_a_request_without_a_sequence_begins_one() -> None:
-    """With ``sequenceBatching`` only, and as TorchServe names it."""
+    """Only with ``sequenceBatching``; the names are TorchServe's."""
     begun = _read({}, sequenceBatching=True)
     assert begun.sequence_id is not None and begun.sequence_id.startswith("ts-seq-")
     assert begun.headers == {"ts_request_sequence_id": begun.sequence_id, "ts_request_sequence_start": "true"}

@@ -1,4 +1,4 @@
-"""The worker's parts that need no process: its socket for handlers, values, and the spelling between them."""
+"""The worker's parts that need no process: its socket for handlers, values, and the protocol between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlserver_torch_stream.handlers.worker.channel import Channel
 
 
 class _Call:
-    """One call's context, and what the server's end hears of it."""
+    """One call's context, and the messages that the server receives from it."""
 
     def __init__(self, count: int, **limits: int) -> None:
         from mlserver_torch_stream.handlers.worker.cancellation import StopAlone
@@ -42,7 +42,7 @@ class _Call:
         send_intermediate_predict_response(ret, ids, "ok", 200, self.context)
 
     def heard(self) -> list[tuple[str, bytes | str, bool]]:
-        """Of the next message: id, value or error, last."""
+        """Returns the id, the value or error, and whether it is the last, for each part of the next message."""
         frame = self.reader.read()
         assert frame is not None
         header, body = frame
@@ -88,7 +88,7 @@ def test_pieces_go_to_those_that_are_named_by_place_by_index_or_by_map(call: _Ca
 
 
 def test_a_handler_ends_one_member_early(call: _Call) -> None:
-    """What comes for it later is dropped."""
+    """Later pieces for that member are dropped."""
     call.context.set_response_header(0, "ts_stream_next", "false")
     call.send(["last", "more"])
     call.send(["late", "more"])
@@ -220,7 +220,10 @@ def test_bodies_are_decoded_as_their_content_type_says(raw: bytes, content_type:
 
 
 def _binary(code: int, message: str, *requests: tuple[str, str, bytes]) -> bytes:
-    """A response as TorchServe's package writes it. ``requests``: id, ``ts_stream_next`` and value of each."""
+    """Returns a response as TorchServe's package writes it.
+
+    ``requests`` are the id, ``ts_stream_next`` and value of each.
+    """
 
     def text(value: bytes) -> bytes:
         return struct.pack("!i", len(value)) + value
@@ -283,7 +286,7 @@ print(far.makefile("rb").read())
 
 @pytest.mark.slow
 def test_the_shim_has_the_signatures_of_the_package() -> None:
-    """What both have takes the same arguments in the same order."""
+    """Functions in both have the same arguments in the same order."""
     ours, theirs = (_signatures(which) for which in ("shim", "package"))
     for name, arguments in ours.items():
         if theirs[name] == ["self", "args", "kwargs"]:  # decorated there, without a trace of what it takes
@@ -334,7 +337,7 @@ def test_the_channel_of_this_process_is_not_a_forked_one() -> None:
 
 
 def test_a_handler_gets_no_error_of_a_connection_that_the_server_has_closed() -> None:
-    """Its traceback would be logged at a shutdown; the process ends instead."""
+    """The process ends without that error, whose traceback would be logged at every shutdown."""
     lost: list[bool] = []
     near, far = socket.socketpair()
     with near:

@@ -1,7 +1,7 @@
 """Makes torchvision importable beside a torch without CUDA, in workers of handlers.
 
-The torchvision of PyPI is made for GPUs: beside a torch without them its own operators, of which the handlers use none,
-cannot be loaded, and nothing of it can be imported unless somebody says what two of them look like.
+The torchvision of PyPI is built for GPUs. With a torch without them, its own operators cannot be loaded, and nothing of
+it can be imported unless the signatures of two of them are declared. The handlers use none of these operators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ except OSError:
 
 
 def write_site(folder: Path) -> str:
-    """A folder for PYTHONPATH, which does so at the start of each Python."""
+    """Returns a folder for PYTHONPATH, which declares them whenever a Python starts."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_OPERATORS)
     return str(folder)

@@ -1,6 +1,6 @@
 """Handlers in a test's own folder, run by real workers, without MLServer.
 
-Every wait has a bound; what was started is gone at the end of its ``async with``.
+Every wait has a limit; everything that was started has ended at the end of its ``async with``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def handle(data, context):
 
 
 def write_handler(folder: Path, source: str, config: Mapping[str, Any] | None = None, name: str = "handler") -> str:
-    """The uri of a bare handler with its ``model-config.yaml``."""
+    """Writes a bare handler with its ``model-config.yaml``, and returns its uri."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.py"
     path.write_text(textwrap.dedent(source))
@@ -70,7 +70,7 @@ def write_handler(folder: Path, source: str, config: Mapping[str, Any] | None = 
 
 
 def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | None = None) -> str:
-    """A ``.mar`` with a manifest, unless ``model`` is None."""
+    """Writes a ``.mar``, with a manifest unless ``model`` is None, and returns its path."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, textwrap.dedent(text))
@@ -80,7 +80,7 @@ def write_mar(path: Path, files: Mapping[str, str], model: Mapping[str, Any] | N
 
 
 def without_torchserve(folder: Path) -> dict[str, str]:
-    """Variables of a server whose handlers do not find torchserve's package, which imports torch in each worker."""
+    """Returns variables that hide torchserve's package from handlers, as it imports torch in each worker."""
     (folder / "ts.py").touch()
     return {"PYTHONPATH": str(folder)}
 
@@ -95,9 +95,10 @@ async def running(
     limits: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> AsyncIterator[WorkerPool]:
-    """The started workers of a handler. ``which``: the ``ts`` that it imports. ``workers``: their other settings.
+    """Yields the started workers of a handler. ``which`` is the ``ts`` that it imports, ``workers`` are their other
+    settings.
 
-    ``limits``: of the ``WorkerPool``.
+    ``limits`` are those of the ``WorkerPool``.
     """
     archive = open_archive(uri, None)
     try:
@@ -119,7 +120,7 @@ def request(text: str = "", request_id: str = "request", **more: Any) -> Handler
 
 
 async def texts(job: PieceStream) -> list[str]:
-    """All pieces. Raises what the job ends with."""
+    """Returns all pieces. Raises the error with which the job ends."""
     return [piece.value.decode() async for piece in job]
 
 
@@ -128,7 +129,7 @@ async def ask(pool: WorkerPool, text: str = "", request_id: str = "request", **m
 
 
 async def outcome(job: PieceStream) -> list[str] | Exception:
-    """All pieces, or what it ended with."""
+    """Returns all pieces, or the error with which the job ended."""
     try:
         return await texts(job)
     except Exception as error:
@@ -143,7 +144,7 @@ def run(scenario: Coroutine[Any, Any, T]) -> T:
 
 
 async def until(condition: Any, seconds: float = 30.0) -> None:
-    """Waits until something is true of the server's own state."""
+    """Waits until the condition is true."""
     end = asyncio.get_running_loop().time() + seconds
     while not condition():
         assert asyncio.get_running_loop().time() < end, "not in time"

@@ -2,8 +2,9 @@
 
     python front.py MODEL TOKENIZER.json PORT CACHE_GIB
 
-One thread: it steps the pipeline, writes what a step gave, and reads new requests in between. ``step`` holds Python's
-lock, so that a second thread would gain nothing. Runs in the peer's own environment and imports nothing of ours.
+A single thread steps the pipeline, writes the results of a step, and reads new requests in between. ``step`` holds
+Python's lock, so that a second thread would gain nothing. Runs in the peer's own environment and imports nothing of
+ours.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TURNS = 8  # of the loop between two steps: a new connection is read and its re
 
 
 class Stream:
-    """One answer: its tokens become events."""
+    """One answer, whose tokens are written as events."""
 
     def __init__(self, handle: Any, writer: asyncio.StreamWriter, read: int, tokenizer: Tokenizer) -> None:
         self.ended = asyncio.Event()
@@ -33,7 +34,7 @@ class Stream:
         self._read, self._written = read, 0
 
     def write(self) -> bool:
-        """Writes what a step has given; False once the answer is complete."""
+        """Writes the tokens of the last step. Returns False once the answer is complete."""
         while self._handle.can_read():
             for output in self._handle.read().values():
                 self._written += len(output.generated_ids)

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's continuous batching behind a small front, as the library has no server.
+"""OpenVINO GenAI's continuous batching behind the small server in ``front.py``, as the library has no server.
 
-Knows how it is installed and started, and how optimum-intel exports the model; the front is in ``front.py``.
+Installs and starts it, and exports the model with optimum-intel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""TorchServe 0.12 in an environment of its own, and this package's server, over one model store and configuration.
+"""TorchServe 0.12 in its own environment, and this package's server, with the same model store and configuration.
 
-Knows nothing of measuring. Java is the machine's own.
+Does not measure anything. Uses the machine's Java.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READY_S = 300.0
 
 
 class PredictionServer(Protocol):
-    """A server of TorchServe's paths."""
+    """A server with TorchServe's paths."""
 
     @property
     def name(self) -> str: ...
@@ -75,7 +75,7 @@ class OurTorchServe:
 
 
 def write_mar(path: Path, handler: str, values: Mapping[str, Any]) -> Path:
-    """The archive of a file of ``handlers``; ``values`` are the key ``handler`` of its model-config.yaml."""
+    """Writes the archive of a file of ``handlers``; ``values`` become the key ``handler`` of its model-config.yaml."""
     model = {"modelName": MODEL, "modelVersion": "1.0", "handler": "handler.py", "configFile": "model-config.yaml"}
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -96,7 +96,7 @@ def serving(
 ) -> Iterator[tuple[str, int]]:
     """Yields the URL of the model's predictions and the server's pid, once all ``minWorkers`` workers are ready.
 
-    ``config``: of the model in config.properties. ``folder`` must be empty. Raises StartFailed.
+    ``config`` is the model's entry in config.properties. ``folder`` must be empty. Raises StartFailed.
     """
     port, management, metrics, *grpc = free_ports(5)
     write_mar(folder / "store" / f"{MODEL}.mar", handler, values)

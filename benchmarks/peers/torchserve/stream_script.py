@@ -1,6 +1,7 @@
-"""Streams a column of the tables in a tar.gz of a bucket to a server, with s3fs and tarfile. Run by s3fs's environment.
+"""Streams a column of the tables in a tar.gz in a bucket to a server, with s3fs and tarfile.
 
-As TorchServe's own example does: lines are split at commas, and so many requests are gathered before they are sent.
+Runs in the environment of s3fs. As in TorchServe's own example, lines are split at commas, and requests are sent in
+groups of a fixed size.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""One compared case: what is asked, and why the replies differ if they do; the files that requests name.
-
-Knows nothing of servers.
-"""
+"""One compared case: its requests, the reason if the replies differ, and the files that requests name."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ FILES: Mapping[str, bytes] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``lines`` are asked one after the other, or at once. ``why`` they differ, if they do."""
+    """``lines`` are sent one after the other, or at once. ``why`` says why the replies differ, if they do."""
 
     name: str
     lines: str | tuple[str, ...]

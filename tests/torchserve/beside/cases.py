@@ -1,6 +1,6 @@
-"""All compared cases, by the folder of models and the configuration that both servers are started with.
+"""All compared cases, by the model folder and the configuration with which both servers are started.
 
-Knows nothing of what is asked. Cases of another port are a section more.
+Cases of another port are one more section.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from tests.torchserve.beside.store import ENVELOPES, STORE, Stored
 
 @dataclass(frozen=True)
 class Group:
-    """Cases for one start of both servers. ``properties``: of config.properties. ``registered``: only in the store.
-    ``tokens``: whether the servers ask for them."""
+    """Cases for one start of both servers. ``properties`` are those of config.properties.
+
+    ``registered`` models are only in the store. ``tokens`` says whether the servers require tokens.
+    """
 
     models: Sequence[Stored]
     sections: Mapping[str, Sequence[Case]]
@@ -45,7 +47,7 @@ class Group:
 
 
 def _enveloped(name: str, cases: Sequence[Case]) -> Group:
-    """One envelope for all models, in the configuration."""
+    """Returns a group with one envelope for all models, set in the configuration."""
     return Group([ENVELOPES[name]], {"Envelopes": cases}, {"service_envelope": name})
 
 

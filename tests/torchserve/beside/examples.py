@@ -1,7 +1,7 @@
-"""TorchServe's own examples, as data: which files the archiver packs, and how the handler is asked.
+"""TorchServe's own examples, as data: which files the archiver packs, and which requests the handler gets.
 
-Paths are those of a checkout of pytorch/serve, or of ``made/``, where the random weights lie. None of its files is
-changed. What is not run is in left_out.py.
+Paths are those of a checkout of pytorch/serve, or of ``made/``, the folder with random weights. None of its files is
+changed. Examples that are not run are in left_out.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _STATEFUL = "examples/stateful"
 
 @dataclass(frozen=True)
 class Example:
-    """``weights``: the call of weights.py. ``lines``: where ``made/`` stands for the folder of the weights.
+    """``weights`` is the call of weights.py. In ``lines``, ``made/`` stands for the folder of the weights.
 
-    ``config``: the values of the example's YAML that differ here, or its whole settings where it has no file.
+    ``config`` has the values of the example's YAML that differ here, or all its settings if it has no file.
     """
 
     folder: str
@@ -62,7 +62,7 @@ _TEXT_CONFIG = {
 
 
 def _text(mode: str, head: str, artifacts: str, extra: Sequence[str], explains: bool) -> Example:
-    """One mode of the general handler for texts."""
+    """Returns the example of one mode of the general text handler."""
     sample = f"{_TEXTS}/{artifacts}/sample_text_captum_input.txt"
     paths = ("predictions", "explanations") if explains else ("predictions",)
     return Example(

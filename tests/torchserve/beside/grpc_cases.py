@@ -1,6 +1,6 @@
-"""The cases of TorchServe's gRPC service of inference, and of tokens.
+"""The cases of TorchServe's gRPC inference service, and of tokens.
 
-A case's ``why`` is empty exactly where both replies are the same; the test holds that.
+A case's ``why`` is empty exactly if both replies are the same, which the test checks.
 """
 
 from __future__ import annotations

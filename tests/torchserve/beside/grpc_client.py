@@ -1,8 +1,8 @@
-"""A call of TorchServe's gRPC service of inference as a line of words, and what it has got.
+"""A call of TorchServe's gRPC inference service as a line of words, and its reply.
 
 ``inference:Predictions model_name=echo input.data=hello metadata.x-own=yes timeout=1``: fields of the request, entries
-of its ``input`` (``@`` before a file's name), metadata, seconds until the deadline. ``+`` begins a further request of
-the same call; it is sent when the one before it has a response.
+of its ``input`` (``@`` before a file's name), metadata, seconds until the deadline. ``+`` begins another request of the
+same call, which is sent when the one before it has a response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALL_SIZES = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_l
 
 
 def call(words: Sequence[str], addresses: Addresses, folder: Path, seconds: float) -> Reply:
-    """The messages, the metadata and the status. ``folder`` has the files that the words name."""
+    """Returns the messages, the metadata and the status. ``folder`` has the files that the words name."""
     method = words[0].removeprefix("inference:")
     requests, metadata, timeout = _read(method, words[1:], addresses, folder)
     with grpc.insecure_channel(addresses.grpc_inference, options=_ALL_SIZES) as channel:
@@ -34,7 +34,7 @@ def call(words: Sequence[str], addresses: Addresses, folder: Path, seconds: floa
 def _read(
     method: str, words: Sequence[str], addresses: Addresses, folder: Path
 ) -> tuple[list[Any], list[tuple[str, str]], float]:
-    """The requests, the metadata, the timeout (0: none is named)."""
+    """Returns the requests, the metadata, and the timeout, which is 0 if none is given."""
     make = empty_pb2.Empty if method == "Ping" else PredictionsRequest
     requests, metadata, timeout = [make()], [], 0.0
     for word in words:
@@ -81,7 +81,7 @@ def _answers(ask: Any, method: str, requests: Sequence[Any], options: dict[str, 
 
 
 def _shown(response: Any) -> bytes:
-    """The one field of a response; of a prediction also its sequence and its status, if it has them."""
+    """Returns the one field of a response; for a prediction also its sequence and its status, if it has them."""
     text = next(bytes(getattr(response, name)) if name == "prediction" else str(getattr(response, name)).encode()
                 for name in ("prediction", "health") if hasattr(response, name))  # fmt: skip
     if not hasattr(response, "prediction"):

@@ -1,7 +1,4 @@
-"""The handlers of the compared model store, as source.
-
-Know nothing of the servers: both run them as they are.
-"""
+"""The handlers of the compared model store, as source. Both servers run them unchanged."""
 
 from __future__ import annotations
 

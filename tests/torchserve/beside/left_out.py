@@ -1,4 +1,4 @@
-"""TorchServe's example handlers that are not run beside it, and why. Knows nothing of the others."""
+"""TorchServe's example handlers that are not run in the comparison, and why."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cases of the management port, in one order: they register, scale and unregister one model.
 
-A case's ``why`` is empty exactly where both replies are the same; the test holds that.
+A case's ``why`` is empty exactly if both replies are the same, which the test checks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Packs an example by ``torch-model-archiver``, as its page says, with random weights.
-
-Knows nothing of servers.
-"""
+"""Packs an example by ``torch-model-archiver``, as its page says, with random weights."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _TIMEOUT_S = 300
 
 
 def pack(examples: Sequence[Example], checkout: Path, folder: Path, environment: Mapping[str, str]) -> None:
-    """Puts the archive of each into ``model-store`` of the folder. Its weights lie in ``<name>/made``."""
+    """Writes each example's archive into the folder's ``model-store``. Its weights are in ``<name>/made``."""
     store = folder / "model-store"
     store.mkdir(parents=True)
     orders = [
@@ -54,7 +51,7 @@ def _archive(example: Example, checkout: Path, store: Path, folder: Path, enviro
 
 
 def _config(example: Example, checkout: Path) -> dict[str, object]:
-    """The example's own settings, but for what is different here."""
+    """Returns the example's own settings with the changes made here."""
     own = yaml.safe_load((checkout / example.config_file).read_text()) if example.config_file else {}
     return {"minWorkers": 1, "maxWorkers": 1, "responseTimeout": 300, **own, **example.config}
 

@@ -1,7 +1,4 @@
-"""The pages of docs/torchserve/ that tests make: tables of what was measured, and the comparison with what is there.
-
-Knows nothing of servers.
-"""
+"""The pages of docs/torchserve/ that tests generate from measurements, or compare with the existing page."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ Measured = tuple[Case, Sequence[Reply], Sequence[Reply]]
 
 
 def hold(page: str, text: str) -> None:
-    """Fails if the page does not say this. With the variable WRITE_TORCHSERVE_PAGES it is written instead."""
+    """Fails if the page has another text. If the variable WRITE_TORCHSERVE_PAGES is set, writes the page instead."""
     path = ROOT / page
     if os.environ.get(_WRITE):
         path.parent.mkdir(exist_ok=True)
@@ -40,7 +37,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def sections(measured: Mapping[str, Sequence[Measured]]) -> list[str]:
-    """A table of the cases that differ under each heading, and the names of the others."""
+    """Returns a table of the differing cases under each heading, and the names of the others."""
     lines = []
     for heading, rows in measured.items():
         same = [case.name for case, theirs, ours in rows if are_the_same(theirs, ours)]
@@ -63,7 +60,7 @@ def _row(case: Case, theirs: Sequence[Reply], ours: Sequence[Reply]) -> list[str
 
 
 def _shown(reply: Reply, other: Reply) -> str:
-    """A reply in a cell: its status, the headers that matter, and its body."""
+    """Returns a table cell for a reply: its status, the relevant headers, and its body."""
     usual = {name for name in _USUAL if reply.headers.get(name) == other.headers.get(name, reply.headers.get(name))}
     parts = [str(reply.status)] if reply.status else []
     parts += [code(f"{name}: {reply.headers[name]}") for name in sorted({*reply.headers} - usual - _OF_THE_BODY)]
@@ -74,7 +71,7 @@ def _shown(reply: Reply, other: Reply) -> str:
 
 
 def text_of(piece: bytes) -> str:
-    """A body in one line."""
+    """Returns a body as one line."""
     try:
         text = piece.decode()
     except UnicodeDecodeError:
@@ -87,7 +84,7 @@ def text_of(piece: bytes) -> str:
 
 
 def code(text: str) -> str:
-    """As a code span."""
+    """Returns the text as a code span."""
     if not text:
         return "nothing"
     return f"`{text}`" if "`" not in text else f"`` {text} ``"

@@ -1,4 +1,4 @@
-"""TorchServe's replies as they were recorded: a line of JSON for each case, with the bytes of its replies."""
+"""TorchServe's recorded replies: a line of JSON for each case, with the bytes of its replies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def write(recorded: Mapping[str, Sequence[Reply]]) -> None:
 
 
 def read() -> dict[str, list[Reply]]:
-    """By the names of cases."""
+    """Returns the replies by the names of cases."""
     lines = map(json.loads, _FILE.read_text(encoding="utf-8").splitlines())
     return {line["case"]: [_from_json(reply) for reply in line["replies"]] for line in lines}
 
 
 def _as_json(reply: Reply) -> dict[str, Any]:
-    """Bytes are characters of their numbers."""
+    """Writes each byte as the character with its number."""
     said = {
         **vars(reply),
         "headers": dict(reply.headers),

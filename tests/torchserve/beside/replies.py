@@ -1,4 +1,4 @@
-"""Clients: a request is a line of a shell, which a real curl runs, or a client of Python."""
+"""Clients: a request is a shell line that a real curl runs, or a Python client."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _FAULTS = {
 def ask(
     lines: Sequence[str], together: bool, addresses: Addresses, folder: Path, seconds: int = _TIMEOUT_S
 ) -> list[Reply]:
-    """The replies to all lines, one after the other or at once; then those to equal lines by status.
+    """Returns the replies to all lines, sent one after the other or at once; those to equal lines are sorted by status.
 
-    ``folder`` has the files that the lines name. A reply that takes longer than ``seconds`` is none.
+    ``folder`` has the files that the lines name. A request that takes longer than ``seconds`` has no reply.
     """
     one = partial(_ask, addresses=addresses, folder=folder, seconds=seconds)
     if not together:
@@ -53,8 +53,10 @@ def _ask(line: str, addresses: Addresses, folder: Path, seconds: int) -> list[Re
 
 
 def _addressed(word: str, addresses: Addresses) -> str:
-    """A path is one of the inference address, unless it is below ``management:`` or a file of this machine.
-    ``<token>`` stands for that of the management API."""
+    """A path belongs to the inference address, unless it begins with ``management:`` or is a file of this machine.
+
+    ``<token>`` stands for the token of the management API.
+    """
     word = word.replace("<token>", addresses.token)
     if word.startswith("management:/"):
         return f"{addresses.management}{word.removeprefix('management:')}"
@@ -65,7 +67,7 @@ def _addressed(word: str, addresses: Addresses) -> str:
 
 
 def _curl(arguments: Sequence[str], folder: Path, seconds: int) -> list[Reply]:
-    """One reply for each address of the line."""
+    """Returns one reply for each address of the line."""
     command = ["curl", "-sS", "-i", "--raw", "--max-time", str(seconds), *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds + 10)
     if done.returncode not in (0, *_FAULTS):
@@ -80,7 +82,7 @@ def _curl(arguments: Sequence[str], folder: Path, seconds: int) -> list[Reply]:
 
 
 def _read(raw: bytes, head_only: bool) -> list[Reply]:
-    """HTTP/1.1 replies that follow each other."""
+    """Parses consecutive HTTP/1.1 replies."""
     replies = []
     while raw:
         head, _, raw = raw.partition(b"\r\n\r\n")

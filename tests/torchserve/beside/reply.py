@@ -1,4 +1,4 @@
-"""What a client has got, and in what two replies differ. Knows nothing of clients."""
+"""What a client has received, and in what two replies differ."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _OF_A_WORKER = re.compile(rb'"(id|startTime|pid|memoryUsage|gpuUsage)": (?:"[^"]
 
 @dataclass(frozen=True)
 class Reply:
-    """``pieces``: the chunks of a chunked body, or the one body. ``fault``: how the connection ended, if not well.
+    """``pieces`` are the chunks of a chunked body, or the one body. ``fault`` says how the connection failed, if it
+    did.
 
-    Of a gRPC call ``status`` is the code's name, ``headers`` are the metadata, and ``pieces`` the messages.
+    For a gRPC call, ``status`` is the code's name, ``headers`` are the metadata, and ``pieces`` the messages.
     """
 
     status: int | str = 0
@@ -24,7 +25,7 @@ class Reply:
     details: str = ""  # of a gRPC status
 
     def differs(self, other: Reply) -> list[str]:
-        """The aspects, ``status``, ``body``, ``end``, ``details`` and names of headers."""
+        """Returns what differs: ``status``, ``body``, ``end``, ``details`` and names of headers."""
         found = [] if self.status == other.status else ["status"]
         names = sorted({*self.headers, *other.headers})
         found += [name for name in names if self.headers.get(name) != other.headers.get(name)]

@@ -1,6 +1,6 @@
-"""TorchServe 0.12 as its package starts it, and our server, on one model store.
+"""TorchServe 0.12 as its package starts it, and our server, with one model store.
 
-Know nothing of requests. TorchServe needs a Java runtime, 11 or later.
+TorchServe needs a Java runtime, 11 or later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STORE = "model-store"
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where one of the two is asked."""
+    """The addresses of one of the two servers."""
 
     inference: str
     management: str
@@ -43,7 +43,7 @@ class Addresses:
 
 
 def missing() -> str:
-    """What TorchServe lacks to run here; empty if nothing."""
+    """Returns what TorchServe lacks to run here; empty if nothing."""
     if shutil.which("java") is None:
         return "there is no Java runtime, which TorchServe needs (for example openjdk-17-jre-headless)"
     if importlib.util.find_spec("ts") is None:
@@ -59,7 +59,7 @@ def torchserve(
     environment: Mapping[str, str] | None = None,
     tokens: bool = False,
 ) -> Iterator[Addresses]:
-    """Yields once each model has a worker that is ready. ``folder``: a model store, as KServe mounts it."""
+    """Yields once each model has a worker that is ready. ``folder`` is a model store, as KServe mounts it."""
     config, ports = configure(folder, models, properties)
     command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs"]
     command += [] if tokens else ["--disable-token-auth"]
@@ -76,13 +76,13 @@ def torchserve(
 
 
 def _addresses(inference: int, management: int, grpc_inference: int, token: str) -> Addresses:
-    """Of the ports."""
+    """Returns the addresses for these ports."""
     rest = (f"http://{HOST}:{port}" for port in (inference, management))
     return Addresses(*rest, f"{HOST}:{grpc_inference}", token)
 
 
 def _key(folder: Path) -> str:
-    """TorchServe's token of the management API, which it writes at its start; empty without one."""
+    """Returns the management API's token, which TorchServe writes when it starts; empty if there is none."""
     path = folder / "key_file.json"
     with suppress(FileNotFoundError, json.JSONDecodeError):  # not yet written
         return str(json.loads(path.read_text())["management"]["key"])
@@ -92,7 +92,7 @@ def _key(folder: Path) -> str:
 def configure(
     folder: Path, models: Sequence[Stored], properties: Mapping[str, str] | None = None
 ) -> tuple[Path, Mapping[str, int]]:
-    """Writes ``config.properties``, which both servers read, with ports of TorchServe's that are free."""
+    """Writes ``config.properties``, which both servers read, with free ports for TorchServe."""
     ports = dict(zip((*_NAMES, "grpc_inference", "grpc_management", "worker"), free_ports(6), strict=True))
     lines = {f"{name}_address": f"http://{HOST}:{ports[name]}" for name in _NAMES}
     lines |= {f"{name}_port": str(ports[name]) for name in ("grpc_inference", "grpc_management")}
@@ -130,8 +130,10 @@ def ours(
     environment: Mapping[str, str] | None = None,
     token: str = "",
 ) -> Iterator[Addresses]:
-    """``serve-torchserve`` of the same folder, with its configuration. ``which``: the ``ts`` that handlers import.
-    ``token``: what its management API asks for; empty: nothing."""
+    """Runs ``serve-torchserve`` on the same folder, with its configuration.
+
+    ``which`` is the ``ts`` that handlers import. ``token`` is what its management API requires; empty means nothing.
+    """
     http_port, grpc_port, metrics_port, management, grpc_inference = free_ports(5)
     own = {f"MLSERVER_{name}": str(port) for name, port in (("HTTP_PORT", http_port), ("GRPC_PORT", grpc_port))}
     own |= {"MLSERVER_METRICS_PORT": str(metrics_port), "MLSERVER_MODEL_EXTRA": json.dumps({"ts": which})}

@@ -1,7 +1,4 @@
-"""The model store that both servers are given: archives with small handlers.
-
-Knows nothing of servers.
-"""
+"""The model store that both servers get: archives with small handlers."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class Stored:
         return f"{self.name}-{self.version}.mar"
 
     def write(self, folder: Path) -> None:
-        """Into ``model-store``, as KServe mounts it."""
+        """Writes the archive into ``model-store``, as KServe mounts it."""
         config = {"minWorkers": 1, "maxWorkers": 1, "deviceType": "cpu", **self.config}
         model = {"modelName": self.name, "modelVersion": self.version, "handler": "handler.py"}
         model["configFile"] = "model-config.yaml"

@@ -1,6 +1,7 @@
-"""Our replies on TorchServe's paths beside the recorded ones of TorchServe 0.12: the page says what was measured.
+"""Our replies on TorchServe's paths, compared with recorded ones of TorchServe 0.12: the page says what was measured.
 
-``make record-torchserve`` asks TorchServe itself, which needs a Java runtime, and writes recordings and page anew.
+``make record-torchserve`` sends the requests to TorchServe itself, which needs a Java runtime, and writes recordings
+and page again.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _replies(group: Group, addresses: Addresses, files: Path) -> dict[Case, list
 
 
 def _all(measured: Mapping[str, Sequence[Measured]]) -> list[tuple[Case, bool]]:
-    """Each case, and whether both replies are the same."""
+    """Returns each case, and whether both replies are the same."""
     return [(case, page.are_the_same(theirs, ours)) for rows in measured.values() for case, theirs, ours in rows]
 
 

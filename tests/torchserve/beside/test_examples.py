@@ -1,7 +1,7 @@
-"""TorchServe's own example handlers, unchanged, on both servers: the page of examples is what was measured.
+"""TorchServe's own example handlers, unchanged, on both servers: the page of examples says what was measured.
 
-They are taken from a checkout of pytorch/serve, whose folder the variable TORCHSERVE_EXAMPLES names; nothing of it is
-part of this project. ``make test-examples`` installs what they import.
+They come from a checkout of pytorch/serve, whose folder the variable TORCHSERVE_EXAMPLES names; none of it is part of
+this project. ``make test-examples`` installs what they import.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Answers = Mapping[str, _Both]
 
 @pytest.fixture(scope="module")
 def measure(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
-    """The answers of TorchServe and ours to one group of examples, by their names."""
+    """A function that returns both servers' answers to one group of examples, by their names."""
     root = tmp_path_factory.mktemp("examples")
     site = write_site(root / "site")
 
@@ -131,6 +131,6 @@ def _row(example: Example, _: Sequence[Reply], ours: Sequence[Reply]) -> list[st
 
 
 def _rounded(text: str) -> str:
-    """Numbers with three digits: the rest depends on the CPU."""
+    """Rounds numbers to three digits, as the others depend on the CPU."""
     rounded = re.sub(r"-?\d+\.\d+(?:e-?\d+)?", lambda number: f"{float(number[0]):.3g}", text)
     return rounded if len(rounded) <= _LONGEST else f"{rounded[:_LONGEST]} …"

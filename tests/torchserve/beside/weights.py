@@ -1,7 +1,7 @@
-"""Makes the weights of an example's model: random ones, of the shape that the example's own code gives them.
+"""Makes random weights for an example's model, with the shapes that the example's own code defines.
 
-Runs as a script, with the libraries of the handlers: ``weights.py ORDERS``, where each order in JSON is the folder that
-is to hold the files, a function of this file, and its arguments.
+Runs as a script, with the libraries of the handlers: ``weights.py ORDERS``, where each order in JSON is the folder for
+the files, a function of this file, and its arguments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DCGAN:
 
 
 def module(path: str) -> None:
-    """``model.pt``: the state of the one module that a model file defines."""
+    """Writes ``model.pt``, the state of the one module that a model file defines."""
     (made,) = [
         each()
         for each in vars(_model_file(path)).values()
@@ -54,7 +54,7 @@ def module(path: str) -> None:
 
 
 def _model_file(path: str) -> ModuleType:
-    """Imported anew, as many model files are called model.py."""
+    """Imports the file anew, as many model files are called model.py."""
     sys.path.insert(0, str(Path(path).parent))  # it may import files beside it
     spec = importlib.util.spec_from_file_location(_MODEL_FILE, path)
     assert spec is not None and spec.loader is not None
@@ -65,7 +65,7 @@ def _model_file(path: str) -> ModuleType:
 
 
 def backbone(name: str, file: str) -> None:
-    """What a model file would download for its backbone, where ``torch.hub`` looks for it."""
+    """Writes the weights that a model file would download for its backbone to where ``torch.hub`` looks for them."""
     import torchvision
 
     place = Path(torch.hub.get_dir()) / "checkpoints"
@@ -74,7 +74,7 @@ def backbone(name: str, file: str) -> None:
 
 
 def sentiment(path: str) -> None:
-    """A small vocabulary for the text classifier, whose own one has 1.3 million words."""
+    """Writes a small vocabulary for the text classifier, whose own one has 1.3 million words."""
     words = " ".join(_SENTENCES).split()
     pairs = [" ".join(pair) for pair in pairwise(words)]
     vocabulary = {word: place + 1 for place, word in enumerate(dict.fromkeys(words + pairs))}
@@ -92,7 +92,7 @@ def dcgan() -> None:
 
 
 def iris() -> None:
-    """Trained on points that are like those of the data set."""
+    """Trains the classifier on points that resemble those of the data set."""
     from xgboost import XGBClassifier
 
     centres = torch.tensor([[5.0, 3.4, 1.5, 0.2], [5.9, 2.8, 4.3, 1.3], [6.6, 3.0, 5.6, 2.0]])
@@ -103,7 +103,7 @@ def iris() -> None:
 
 
 def bert(head: str) -> None:
-    """A BERT of one layer with a vocabulary of its own."""
+    """Writes a BERT of one layer with its own vocabulary."""
     import transformers
 
     words = sorted({word for sentence in _SENTENCES for word in sentence.split()} | set(".,?"))
@@ -131,7 +131,7 @@ def llama() -> None:
 
 
 def image() -> None:
-    """The body of the client that sends tensors."""
+    """Writes the body that the client with tensors sends."""
     Path("image.json").write_text(json.dumps({"image": torch.rand(1, 1, 28, 28).tolist()}))
 
 
@@ -140,7 +140,7 @@ def base64(path: str) -> None:
 
 
 def frames(*images: str) -> None:
-    """The body of the video client: frames in base64, by their names."""
+    """Writes the body that the video client sends: frames in base64, by name."""
     found = {f"frame{place}": b64encode(Path(path).read_bytes()).decode() for place, path in enumerate(images)}
     Path("frames.json").write_text(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Classifies texts with a model of DistilBERT's shape and random weights, which a folder holds. Takes ``{"text": …}``.
+"""Classifies texts with a model of DistilBERT's shape and random weights from a folder. Accepts ``{"text": …}``.
 
 A batch is padded to 32 tokens. An answer is `p=` and the probability of the second class, to four digits.
 """

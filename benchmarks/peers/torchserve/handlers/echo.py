@@ -1,4 +1,4 @@
-"""Answers at once: what remains of a request's time is the server's."""
+"""Answers at once, so that a request's time is that of the server alone."""
 
 from __future__ import annotations
 

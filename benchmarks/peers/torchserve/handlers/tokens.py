@@ -1,7 +1,7 @@
-"""Generates greedily with a model of transformers, as a user would write it: a batch in step, a piece for each token.
+"""Generates greedily with a transformers model, as a user would write it: all requests of a batch step together.
 
-A request is ``{"prompt": …, "max_new_tokens": …, "stream": …}``. A token is its id and a space. Without ``stream`` the
-answer comes as a whole.
+A request is ``{"prompt": …, "max_new_tokens": …, "stream": …}``. Each piece is a token: its id and a space. Without
+``stream``, the answer is sent as a whole.
 """
 
 import json
