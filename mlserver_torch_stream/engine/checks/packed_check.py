@@ -86,7 +86,7 @@ def _kind(projection: Projection) -> object:
 
 
 def _shorten(model: Any, depth: int) -> None:
-    """Removes all layers of a model but the first ``depth``."""
+    """Removes all layers of a model except the first ``depth`` layers."""
     values, layers = vars(model.config), model.config.num_hidden_layers
     values |= {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == layers}
     values["num_hidden_layers"] = depth
