@@ -302,7 +302,7 @@ class EngineCore:
         self._end(end.requests, end.reason, end.error)
 
     def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
-        """Ends requests, which keep the text generated so far.
+        """Ends requests; their answers keep the text generated so far.
 
         If the engine died before it could deliver the last event of an ended sequence, that event is delivered here.
         """
@@ -324,7 +324,7 @@ class EngineCore:
     def _run_until_death(self) -> BaseException | None:
         """Returns the error that ended the loop; None after a shutdown, or if the watchdog has abandoned the thread.
 
-        The error has no traceback, because its frames would keep the dead batcher and its cache alive.
+        The traceback is removed from the error, because its frames would keep the dead batcher and its cache alive.
         """
         try:
             with self._context():
@@ -376,12 +376,15 @@ class EngineCore:
             self._report_death(error)
 
     def _end_of_death(self, error: BaseException, *, last: bool = False) -> None:
-        """Ends every stream with the error. With ``last`` the inbox is closed and takes in nothing later."""
+        """Ends every stream with the error. With ``last`` the inbox is closed and accepts no further actions."""
         self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _mark_dead(self, error: BaseException) -> bool:
-        """Marks the engine dead. Returns True only to the first caller: the engine's thread or the watchdog."""
+        """Marks the engine dead.
+
+        Returns True only to the first caller, which is the engine's thread or the watchdog.
+        """
         with self._death_lock:
             if self._dead is not None:
                 return False

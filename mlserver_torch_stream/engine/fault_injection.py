@@ -23,7 +23,10 @@ _FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault at the ``call``-th forward of a phase; the first is 1. ``slow`` also applies to every later forward."""
+    """A fault in one forward of a phase: number ``call``, counted from 1.
+
+    ``slow`` also applies to every later forward.
+    """
 
     phase: str
     call: int
@@ -82,5 +85,8 @@ class FaultyForward:
 
 
 def _phase(sequence: BatchSequence) -> str:
-    """Returns the phase. A decoding sequence has one new token and perhaps drafts, whose logits are wanted too."""
+    """Returns the phase.
+
+    A decoding sequence has one new token and perhaps drafts; logits are wanted for all of them.
+    """
     return "decode" if sequence.start > 0 and sequence.count == max(1, sequence.wanted) else "prefill"

@@ -1,7 +1,7 @@
-"""Keeps small files in the cache folder. Files that are truncated, or that another user can write, are not used.
+"""Keeps small files in the cache folder. Files that are truncated or that another user can write are not used.
 
-The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way, because
-the server executes the kernels and trusts the records.
+The name of a file ends with its checksum. This is how compiled kernels and records of checked loads are kept: the
+server executes the kernels and trusts the records.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 
 
 def keep(made: Path, folder: Path, stem: str) -> Path | None:
-    """Moves a file within its file system to the place where ``kept_files`` finds it, and returns the new path.
+    """Moves a file to where ``kept_files`` finds it, within the same file system, and returns the new path.
 
-    If the folder cannot be written, logs one warning and returns None.
+    If the folder is not writable, logs one warning and returns None.
     """
     target = folder / f"{stem}-{checksum(made)}{made.suffix}"
     try:

@@ -115,10 +115,10 @@ def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Returns this process's cgroup, of v2 or else of the v1 controller, and all its ancestors; each can set a limit.
+    """Returns this process's cgroup (v2, or else the v1 controller's) and all its ancestors; each can set a limit.
 
     In a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount. In that
-    case the root of the mount is the container's own group.
+    case the root of the mount is the container's own cgroup.
     """
     mount = root / "sys/fs/cgroup"
     paths = {"": "/", controller: "/"}

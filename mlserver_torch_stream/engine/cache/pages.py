@@ -75,7 +75,7 @@ class CacheSpec:
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
-        """Returns the most pages per group that a sequence of ``tokens`` needs if it grows by ``step`` at a time."""
+        """Returns the maximum pages per group that a sequence of ``tokens`` needs if each step adds ``step`` tokens."""
         pages = self.pages(tokens)
         spans = (group.span for group in self.groups)
         return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)

@@ -185,7 +185,7 @@ def _error(
 
 
 def random_batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int]:
-    """Returns a batch with these starts and numbers of new tokens, on shuffled pages, and the number of pages."""
+    """Returns a batch with these starts and numbers of new tokens on shuffled pages, and how many pages it uses."""
     counts = [-(-(start + count) // page_size) for start, count in parts]
     order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist())
     tables = [tuple(next(order) for _ in range(count)) for count in counts]

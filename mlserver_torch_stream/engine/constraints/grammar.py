@@ -1,4 +1,4 @@
-"""Writes a constraint as a grammar of llguidance, with or without reasoning before it."""
+"""Writes a constraint as llguidance's grammar, with or without reasoning before the answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds the bytes of each token of a tokenizer, which replies with log-probabilities show.
+"""Finds the bytes of each token of a tokenizer. Replies with log-probabilities contain these bytes.
 
-If ``TokenBytes.join_to_text`` is true, the text of an answer consists of these bytes. Other tokenizers may drop a
-leading space or replace bytes when they decode several tokens.
+If ``TokenBytes.join_to_text`` is true, the bytes of an answer's tokens, joined, are its text. Other tokenizers may drop
+a leading space or replace bytes when they decode several tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 
 
 class TokenBytes:
-    """Looks up the bytes of each token only once. An id without a token has no bytes.
+    """Finds the bytes of tokens, and looks up each token only once. An id without a token has no bytes.
 
     ``byte_level`` means that the tokenizer writes bytes in GPT-2's alphabet. ``join_to_text`` means that the
     tokenizer's only decoder is ByteLevel: the text of ids is their bytes, concatenated and decoded as UTF-8.

@@ -53,10 +53,10 @@ class GgufFile:
             )
 
     def take(self, key: str, kind: type[T]) -> T | None:
-        """Returns the value of a key; None if it is absent. A list with the same value for each layer counts as one
-        value.
+        """Returns the value of a key; None if it is absent.
 
-        Raises LoadFailed if the value is of another type, negative, infinite or NaN.
+        A list that has the same value for each layer counts as that value. Raises LoadFailed if the value is of another
+        type, negative, infinite or NaN.
         """
         if key not in self._keys:
             return None

@@ -1,7 +1,7 @@
 """Compiles the kernels once for this machine's CPU, and keeps the library in the cache folder.
 
-Opening a truncated library kills the process with SIGBUS; a full disk or an interrupted copy can leave one behind. So a
-library with a wrong checksum is removed and never opened.
+A full disk or an interrupted copy can leave a truncated library, which would kill the process with SIGBUS when it is
+opened. So a library with a wrong checksum is removed and never opened.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _version(compiler: str) -> str:
 
 
 def _fingerprint(target: Sequence[str]) -> str:
-    """Returns a digest of the inputs of a compilation except the compiler: flags, CPU and sources."""
+    """Returns a digest of a compilation's flags, CPU and sources, that is, of all its inputs except the compiler."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *target)).encode())
     digest.update(cpu_properties().encode())
     for source in sorted(SOURCES.iterdir()):
@@ -92,7 +92,7 @@ def _fingerprint(target: Sequence[str]) -> str:
 
 
 def cpu_properties() -> str:
-    """Returns the CPU properties on which ``-march=native`` depends: different machines may share a cache folder."""
+    """Returns the CPU properties that ``-march=native`` depends on; different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -117,7 +117,7 @@ def _compile(
 
 
 def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder beside the kept libraries, so that a rename is enough to keep one; else a temporary folder."""
+    """Returns a folder beside the kept libraries (a rename can move a library there), or else a temporary folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")

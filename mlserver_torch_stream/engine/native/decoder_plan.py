@@ -1,7 +1,7 @@
 """Describes a decoder without its files' weights, as JSON and a few small tensors, and builds one from a description.
 
-A plan refers to weights as rows of the files' tensors. Values that are not in a file unchanged, such as the factors of
-norms, are in the plan itself.
+In a plan, weights are references to rows of the files' tensors. Values that no file contains unchanged, such as the
+factors of norms, are in the plan itself.
 """
 
 from __future__ import annotations

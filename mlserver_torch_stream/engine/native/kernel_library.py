@@ -42,7 +42,7 @@ def open_kernels(
     """Returns the result of ``open_library`` for the best kernels, and a name for them.
 
     The environment variable MLSERVER_TORCH_STREAM_KERNEL can name a variant. Raises LoadFailed if this CPU cannot run
-    that variant, and NoKernels if there is neither a library for this CPU nor a compiler.
+    that variant. Raises NoKernels if there is neither a library for this CPU nor a compiler.
     """
     forced = _forced(environ)
     for variant in runnable() if forced is None else (forced,):

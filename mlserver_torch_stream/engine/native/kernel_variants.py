@@ -52,7 +52,7 @@ VARIANTS = (  # the best first, for each machine
 
 
 def runnable() -> tuple[KernelVariant, ...]:
-    """Returns the variants that this CPU runs, the best first."""
+    """Returns the variants that this CPU can run, the best first."""
     machine, flags = platform.machine(), _cpu_flags()
     return tuple(variant for variant in VARIANTS if variant.machine == machine and variant.flags <= flags)
 

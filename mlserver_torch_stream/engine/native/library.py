@@ -1,7 +1,8 @@
 """Declares the kernels' C interface, and chooses the threads that they run on.
 
 The caller must keep alive the memory that a structure points to. The kernels use libgomp's threads, as torch does.
-After each operator libgomp's threads spin for a while, so a second pool would compete with them for the cores.
+After each operator, libgomp's threads spin for a while; the threads of a second pool would compete with them for the
+cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class KernelMatrix(Structure):
 
 
 class KernelPackCall(Structure):
-    """Rows of GGUF's blocks or of dense weights, and the panels that are made of them.
+    """Rows of GGUF's blocks or of dense weights, and the panels that are made from them.
 
     ``rows`` has, for each output of the panels, the address of its row or null, and the number of its kind of blocks.
     ``groups`` is the number of groups of 32 inputs in a row, or of 32-bit words in a dense row; ``format`` is the
@@ -44,7 +45,7 @@ class KernelPackCall(Structure):
 
 
 class KernelShape(Structure):
-    """The sizes and constants of a decoder: widths and counts, the kinds of norm and activation, scales and caps."""
+    """The sizes and constants of a decoder: widths, counts, the kinds of norm and activation, scales and softcaps."""
 
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
@@ -182,8 +183,8 @@ _WORK = {
 def open_library(path: Path) -> ctypes.CDLL:
     """Returns the library, with the types of its functions declared. Raises NoKernels.
 
-    A call releases the GIL while it runs. A call that fails raises MemoryError, or RuntimeError with the message of the
-    C++ exception.
+    A call releases the GIL while it runs. A failed call raises MemoryError, or RuntimeError with the message of the C++
+    exception.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -208,9 +209,9 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
 def torch_pool() -> int | None:
     """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 
-    The function is looked up in the global symbol scope, as torch's libraries do. The function found there belongs to
-    the OpenMP library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether that
-    library's number of threads is also torch's.
+    The function is looked up in the global symbol scope, as torch's libraries do. The function that is found belongs to
+    the OpenMP library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether torch
+    uses the number of threads that is set in that library.
     """
     try:
         process = ctypes.CDLL(None)

@@ -101,7 +101,7 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix ``[outputs, inputs]`` and perhaps a bias, both in parts that are to be stacked."""
+    """A matrix ``[outputs, inputs]`` and perhaps a bias; both consist of parts that have to be stacked."""
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
@@ -124,7 +124,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderNumbers:
-    """Numbers that are the same in all layers, under the names of the kernels' ``KernelShape``."""
+    """Numbers that are the same in all layers; their names are those of the kernels' ``KernelShape``."""
 
     heads: int
     kv_heads: int
@@ -158,13 +158,13 @@ class Decoder:
 
     @property
     def packed(self) -> bool:
-        """True if any projection has packed weights; then the dense tensors are in float32."""
+        """Whether any projection has packed weights; if so, the dense tensors are in float32."""
         parts = (weight for projection in self.projections for weight in projection.weights)
         return any(isinstance(part, PackedRows) for part in parts)
 
     @property
     def table(self) -> Projection | None:
-        """The embedding as a matrix, if its rows are packed and not the head's rows; otherwise None."""
+        """The embedding as a matrix if it has packed rows of its own; None if its rows are dense or are the head's."""
         if isinstance(self.embedding, Tensor) or self.embedding is self.head.weights[0]:
             return None
         return Projection((self.embedding,), (None,))
@@ -177,7 +177,7 @@ class Decoder:
 
 
 def read_decoder(model: Any) -> Decoder:
-    """Reads a model of transformers as a ``Decoder``. Raises UnsupportedLayout."""
+    """Reads transformers' model as a ``Decoder``. Raises UnsupportedLayout."""
     reader = _StructureReader()
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
