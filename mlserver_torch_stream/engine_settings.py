@@ -211,7 +211,7 @@ class EngineSettings(BaseModel):
     ([engines.md](engines.md#adapters))."""
 
     def on_gpus(self) -> EngineSettings:
-        """Returns the settings with the defaults for GPUs, which need more tokens in a step to be used well."""
+        """Returns the settings with the defaults for GPUs: a GPU needs more tokens in a step to be well utilised."""
         defaults = {key: value for key, value in _GPU_DEFAULTS.items() if key not in self.model_fields_set}
         return self.model_copy(update=defaults)
 

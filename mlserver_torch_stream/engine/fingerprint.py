@@ -80,9 +80,9 @@ def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hasha
 
 
 def weights_folder(resolved: ResolvedSettings, location: str) -> Path:
-    """Returns the folder of a model's files:
+    """Returns the folder of a model's files: ``location`` itself, or, for a hub id, a folder in the hub's cache.
 
-    ``location`` itself, or the folder of that hub id in the hub's cache. Raises LoadFailed.
+    Raises LoadFailed.
     """
     if resolved.source.kind != "hub":
         return Path(location)

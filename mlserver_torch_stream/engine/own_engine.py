@@ -118,7 +118,7 @@ def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
 
 
 def with_device_defaults(load: ModelLoad, devices: Iterable[torch.device]) -> ModelLoad:
-    """Returns the load with the defaults for GPUs if all ``devices``, those of the KV cache, are GPUs."""
+    """Returns the load, with the defaults for GPUs if all ``devices`` of the KV cache are GPUs."""
     if {device.type for device in devices} != {"cuda"}:
         return load
     return replace(load, resolved=replace(load.resolved, settings=load.resolved.settings.on_gpus()))

@@ -1,4 +1,7 @@
-"""Holds a running engine, this package's own or vLLM's, with everything that ends with it. It does not import torch."""
+"""Holds a running engine (this package's own or vLLM's) and everything that ends together with it.
+
+It does not import torch.
+"""
 
 from __future__ import annotations
 

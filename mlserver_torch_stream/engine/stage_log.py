@@ -1,4 +1,4 @@
-"""Logs the stages of a load: the start of a stage, at intervals that it still runs, and how long it took."""
+"""Logs the stages of a load: when a stage starts, at intervals that it still runs, and how long it took."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
     """Returns how many bytes of a KV cache may be pages of ended sequences, until other sequences need the bytes.
 
     A GPU's cache is allocated as a whole. On a host, a page takes memory once it is first written, or, with our
-    kernels, once any page in the same 2 MiB is. Raises LoadFailed.
+    kernels, once any page in the same 2 MiB is written. Raises LoadFailed.
     """
     if setting is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget

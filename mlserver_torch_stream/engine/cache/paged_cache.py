@@ -31,10 +31,9 @@ class LayerPages:
     tokens_first: bool | None = None  # None: as suits the device
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocates the pool, unless it exists, for keys and values of this shape:
+        """Allocates the pool, unless it exists, for keys and values like these, ``[..., kv_heads, tokens, head_dim]``.
 
-        ``[..., kv_heads, tokens, head_dim]``. Raises MemoryError or torch.OutOfMemoryError without having changed the
-        layer.
+        Raises MemoryError or torch.OutOfMemoryError without having changed the layer.
         """
         if self.keys is None:
             if self.tokens_first is None:

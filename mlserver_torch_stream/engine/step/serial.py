@@ -1,4 +1,4 @@
-"""Serves model families that cannot be batched here: runs transformers' ``generate`` for one sequence at a time."""
+"""Serves models that cannot be batched here: runs transformers' ``generate`` for one sequence at a time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SerialBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Removes waiting requests at once. A running sequence that has ended stops at its next token."""
+        """Removes waiting requests immediately. A running sequence that has ended stops at its next token."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -127,7 +127,7 @@ class SerialBatcher(Batcher):
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the token as the batched engine does, delivers it, and makes ``generate`` use it."""
+    """Chooses the next token as the batched engine does, delivers it, and makes ``generate`` use it."""
 
     def __init__(self, batcher: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._batcher = batcher

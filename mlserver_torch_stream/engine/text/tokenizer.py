@@ -1,6 +1,7 @@
 """Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
 
-Token ids are converted to text one by one, each in constant time. No character is split, and no id raises an error.
+Token ids are converted to text one by one, each in constant time. Characters are never split, and no id raises an
+error.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _ENDING = 16  # tokens at the end of a conversation in which the reasoning may b
 
 
 class TextCodec:
-    """One tokenizer and its chat template.
+    """A tokenizer and its chat template.
 
-    A ``ChatPrompt`` must have at least one message, and each message's content must be one string.
+    A ``ChatPrompt`` must have at least one message, and the content of each message must be one string.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class TextCodec:
     ) -> None:
         """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-        Raises LoadFailed if the tokenizer can make a text many times longer.
+        Raises LoadFailed if the tokenizer can make a text longer by a large factor.
         """
         self._expansion = expansion(tokenizer)
         self._may_be_slow = may_be_slow(tokenizer)
@@ -88,7 +89,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, so that prompts may be messages."""
+        """Whether the model has a chat template, so that a prompt can consist of messages."""
         return bool(self._tokenizer.chat_template)
 
     @cached_property
@@ -101,7 +102,7 @@ class TextCodec:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Returns the prompt's ids.
 
-        Raises InvalidInput if the prompt is too long or the chat template refuses it, and GenerationFailed if the
+        Raises InvalidInput if the prompt is too long or the chat template refuses it. Raises GenerationFailed if the
         model's tokenizer or template fails on it.
         """
         if isinstance(prompt, TokensPrompt):
@@ -131,9 +132,10 @@ class TextCodec:
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens and not marks), silent)
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """Returns how the answer to the conversation with these ids is divided. Its text must match ``constraint``.
+        """Returns how the answer to the conversation with these ids is divided.
 
-        Raises InvalidInput if calls cannot be combined with the constraint.
+        The answer's text must match ``constraint``. Raises InvalidInput if calls cannot be combined with the
+        constraint.
         """
         return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
 
@@ -152,20 +154,20 @@ class TextCodec:
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def prepare_constraints(self) -> None:
-        """Prepares constraints at load, so that neither the first request with one nor the requests beside it wait."""
+        """Prepares constraints at load, so that the first constrained request and those beside it need not wait."""
         self._constraints.prepare()
 
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Starts compiling a constraint for an answer. Reasoning between the marks ``reasoning`` may precede it.
+        """Starts compiling a constraint for an answer.
 
-        The compilation may raise InvalidInput.
+        Reasoning between the marks ``reasoning`` may precede the answer. The compilation may raise InvalidInput.
         """
         return self._constraints.submit(constraint, reasoning)
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Returns whether special tokens are added to a raw prompt; none are if it begins with BOS."""
+        """Returns whether special tokens are added to a raw prompt; they are not added if it begins with BOS."""
         bos = self._tokenizer.bos_token
         return not (bos and text.startswith(str(bos)))
 
@@ -185,7 +187,7 @@ class TextCodec:
                 later.start()
 
     def check_length(self, text: str, field: str) -> None:
-        """Raises ContextLengthExceeded if the text has too many characters, or its first part has too many tokens.
+        """Raises ContextLengthExceeded if the text has too many characters or its first part has too many tokens.
 
         The text may be only the beginning of a prompt. At most 8 characters per token of the limit are tokenized.
         """
@@ -215,7 +217,7 @@ class TextCodec:
         return tuple(map(int, ids))
 
     def _rendered(self, prompt: ChatPrompt) -> str:
-        """Returns the text that the chat template makes of a conversation."""
+        """Returns the text that the chat template renders for a conversation."""
         arguments: dict[str, Any] = {
             "tools": [dict(tool) for tool in prompt.tools] if prompt.tools is not None else None,
             "add_generation_prompt": prompt.begins_answer,
@@ -297,12 +299,12 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
+    """Decodes a short window of recent tokens and returns the new text in it; works with any tokenizer.
 
     The contract of ``Detokenizer`` has one exception: tokenizers with byte fallback can emit, byte by byte, a run of
-    bytes that is not UTF-8 or that encodes the replacement character. Decoding all ids at once replaces the entire run;
-    here the characters that were complete have already been returned, and the number of replacement characters can
-    differ.
+    bytes that is not UTF-8 or that encodes the replacement character. If all ids were decoded at once, the entire run
+    would be replaced. Here its complete characters have already been returned, and the number of replacement characters
+    can differ.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
@@ -334,7 +336,7 @@ class WindowDetokenizer:
         return self._release(text)
 
     def _release(self, text: str) -> str:
-        """Returns the text of the window that is new and cannot change."""
+        """Returns the new text of the window that can no longer change."""
         unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _PENDING_CHARS)
         certain = max(len(text) - unfinished, len(self._returned))
         new = text[len(self._returned) : certain]
@@ -363,7 +365,7 @@ class WindowDetokenizer:
         self._cut = 0
 
     def _broken(self, text: str) -> bool:
-        """Returns whether the returned text differs from the window's text in more than an incomplete character."""
+        """Returns whether the text that was returned differs from the window's by more than an incomplete character."""
         return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
 
     def _restart(self) -> str:

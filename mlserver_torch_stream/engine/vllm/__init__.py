@@ -1,1 +1,4 @@
-"""Generates tokens with vLLM, which runs in a process with an interpreter of its own. Only ``worker.py`` imports it."""
+"""Generates tokens with vLLM, which runs in a separate process with its own interpreter.
+
+Only ``worker.py`` imports it.
+"""

@@ -1,6 +1,6 @@
-"""The LoRA adapters of one model in vLLM: their numbers, and loading and unloading them while the model serves.
+"""Loads and unloads the LoRA adapters of one model in vLLM while the model serves, and numbers them.
 
-A worker that is started again loads the adapters that are loaded now.
+When a worker is started again, it loads the adapters that were loaded before.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class _Shows(Protocol):
 
 
 class LoraAdapters:
-    """An ``AdapterSet``. ``numbers`` also has adapters that are being loaded, and adapters that are being unloaded,
-    because their streams go on."""
+    """An ``AdapterSet``.
+
+    ``numbers`` also has the adapters that are being loaded, and those that are being unloaded, because some of their
+    streams may still run.
+    """
 
     def __init__(self, modules: Mapping[str, str], batcher: Callable[[], VllmBatcher]) -> None:
         """``batcher`` returns the current batcher."""
@@ -43,7 +46,7 @@ class LoraAdapters:
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
-        """The adapters that a new worker loads at its start. Any thread may read it."""
+        """The adapters that a new worker loads when it starts. Any thread may read this property."""
         return tuple(self._loaded.copy().values())
 
     def show_in(self, engine: _Shows) -> None:
@@ -76,7 +79,7 @@ class LoraAdapters:
         self._show()
 
     async def unload(self, name: str) -> None:
-        """Finishes the unload even if the caller is cancelled."""
+        """Unloads an adapter. The unload is completed even if the caller is cancelled."""
         if name not in self._loaded:
             raise UnknownModel(name)
         del self._loaded[name]
@@ -84,7 +87,10 @@ class LoraAdapters:
         await asyncio.shield(self._hold(self._unload(name)))
 
     async def _undo(self, name: str, answer: Future[None]) -> None:
-        """Ends a load whose caller is gone. The worker loads to the end, and the name is taken until then."""
+        """Undoes a load whose caller was cancelled.
+
+        The worker completes the load first, and the name is taken until then.
+        """
         try:
             await _answered(answer)
         except RequestError:  # it is not loaded

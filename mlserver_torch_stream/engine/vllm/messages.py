@@ -1,11 +1,11 @@
 """The messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
 
-Both sides import this module, and it imports the standard library alone. Each side sends its protocol version in its
+Both sides import this module, which imports only the standard library. Each side sends its protocol version in its
 first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.
 
 The server sends ``start``, ``add``, ``abort``, ``load_adapter`` and ``unload_adapter``. The worker sends ``hello``,
-then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. It sends
-``died`` if it ends because vLLM has died.
+then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. The worker
+sends ``died`` if it ends because vLLM has died.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SEEDS = 2**63
 class Addition:
     """A request that the worker adds to vLLM. ``params`` are fields of vLLM's ``SamplingParams``.
 
-    Its ``n`` sequences are numbered from ``number`` on. ``grammar`` is in Lark's language, ``bad_words`` are lists of
-    ids, ``adapter`` is the number of a loaded adapter, ``salt`` is the salt of the prefix cache.
+    The numbers of its ``n`` sequences begin with ``number``. ``grammar`` is in Lark's language, ``bad_words`` are lists
+    of ids, ``adapter`` is the number of a loaded adapter, and ``salt`` is the salt of the prefix cache.
     """
 
     number: int
@@ -46,13 +46,13 @@ class Addition:
     salt: str | None = None
 
     def params_of(self, index: int) -> dict[str, Any]:
-        """Returns the parameters of sequence ``index``, from 0 on. Each sequence has a seed of its own."""
+        """Returns the parameters of the sequence ``index``, counted from 0. Each sequence has its own seed."""
         if "seed" not in self.params:
             return dict(self.params)
         return {**self.params, "seed": (self.params["seed"] + index) % _SEEDS}
 
     def encode(self) -> bytes:
-        """Returns the frame of an ``add`` message: parameters as JSON, the prompt once, as raw 32-bit ids."""
+        """Returns the frame of an ``add`` message: the parameters as JSON, and the prompt as raw 32-bit ids."""
         header = {name: getattr(self, name) for name in _ADDITION}
         return encode_frame({"t": "add", **header}, array(_IDS, self.prompt).tobytes())
 
@@ -76,7 +76,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the sequence's last tokens.
+    """The new tokens of one sequence. If these are the sequence's last tokens, ``reason`` is one of ``REASONS``.
 
     ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
     client if the reason is ``error``; ``field`` is the parameter that is wrong, if one is.
@@ -121,7 +121,10 @@ def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> byte
 
 
 def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats | None]:
-    """Returns the outputs and the counters of an ``outputs`` message. Raises BrokenFrame if it is malformed."""
+    """Returns the outputs and the counters of an ``outputs`` message.
+
+    Raises BrokenFrame if the message is malformed.
+    """
     try:
         outputs = [_output(*row) for row in header["of"]]
         stats = header["stats"]
@@ -147,7 +150,7 @@ def _output(
 
 
 def malformed(kind: str, error: Exception) -> BrokenFrame:
-    """Returns the error for a message of this kind that lacks a field, or has one of another type."""
+    """Returns the error for a message of this kind that lacks a field or has a field of the wrong type."""
     return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {error}")
 
 
@@ -163,7 +166,10 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker's report on the model that it has loaded. ``kv_cache_bytes`` is 0 if vLLM does not report it."""
+    """The worker's report on the model that it has loaded.
+
+    ``kv_cache_bytes`` is 0 if vLLM does not report this size.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -187,7 +193,7 @@ _READY = ("vocab_size", "max_model_len", "max_num_seqs", "kv_cache_tokens", "kv_
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: the name that requests give, its number for vLLM, and a folder or hub id."""
+    """A LoRA adapter: its name in requests, its number in vLLM, and its folder or hub id."""
 
     name: str
     number: int

@@ -1,7 +1,8 @@
-"""Runs the sequences of an engine in vLLM's worker: a fair queue before it, text and stop strings after it.
+"""Runs the sequences of an engine in vLLM's worker.
 
-vLLM makes the batches. The worker has at most ``max_num_seqs`` sequences plus a quarter, so that vLLM always has a
-sequence to run; further sequences wait in the fair queue.
+Requests wait in a fair queue until the worker has room for them, and this process makes the text and finds stop
+strings. vLLM makes the batches. The worker has up to a quarter more sequences than ``max_num_seqs``, so that vLLM
+always has a sequence to run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Unload:
 
 
 class VllmBatcher(Batcher):
-    """Gives its sequences to a worker. Until a worker is ready, it accepts no requests."""
+    """Sends its sequences to a worker. The batcher accepts no requests until a worker is ready."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class VllmBatcher(Batcher):
         ready: Ready,
         adapters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """``start`` starts a worker, which may block, and need not wait until it is ready.
+        """``start`` starts a worker. It may block, but need not wait until the worker is ready.
 
         ``ready`` is the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
         """
@@ -84,7 +85,7 @@ class VllmBatcher(Batcher):
         self._leaving: list[_Unload] = []  # adapters that streams may still use
 
     def begin(self) -> None:
-        """Starts a worker. Blocks until it is ready, at most an hour. Raises LoadFailed."""
+        """Starts a worker, and blocks until it is ready, but at most an hour. Raises LoadFailed."""
         if self._closing.is_set():  # the engine was closed while this thread waited
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
@@ -101,7 +102,7 @@ class VllmBatcher(Batcher):
         process.listen(self._wake)
 
     def begin_in_thread(self) -> None:
-        """Starts a worker, and wakes the engine's thread when it is ready or has failed."""
+        """Starts a worker, and wakes the engine's thread when the worker is ready or has failed."""
         threading.Thread(target=self._begin, name="vllm-start", daemon=True).start()
 
     def _begin(self) -> None:
@@ -130,13 +131,13 @@ class VllmBatcher(Batcher):
         return True
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
-        """Loads an adapter. The future raises LoadFailed with vLLM's reason, or VllmLost."""
+        """Loads an adapter. If that fails, the future raises LoadFailed with vLLM's reason, or VllmLost."""
         if self._worker is None:
             raise NotServing(_STARTING)
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
 
     def unload_adapter(self, name: str, number: int) -> Future[None]:
-        """Unloads an adapter when no request uses it any more. Later requests must not name it."""
+        """Unloads an adapter as soon as no request uses it. Later requests must not name it."""
         unload = _Unload(name, number, Future())
         unload.done.set_running_or_notify_cancel()  # the waiting caller may leave; the adapter is still unloaded
         self._unloads.put(unload)
@@ -157,7 +158,8 @@ class VllmBatcher(Batcher):
     def evict(self, requests: Sequence[RequestState]) -> None:
         """Removes the requests.
 
-        The next step ends their sequences in the worker, like all sequences that have ended here.
+        The next step ends their sequences in the worker, just as it does for every sequence that has ended on this
+        side.
         """
         for request in requests:
             if request in self._waiting:
@@ -187,7 +189,7 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds in which vLLM had sequences: it also works between the steps."""
+        """Returns the seconds in which vLLM had sequences, because vLLM also works between the steps."""
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 
@@ -201,7 +203,11 @@ class VllmBatcher(Batcher):
             unload.done.set_result(None)
 
     def _unload(self, worker: VllmProcess) -> None:
-        """A request that was submitted before an unload was added before this step: the inbox keeps the order."""
+        """Unloads the adapters that no request uses any more.
+
+        A request that was submitted before an unload is already in the queue or running, because the inbox keeps the
+        order.
+        """
         while not self._unloads.empty():
             self._leaving.append(self._unloads.get())
         if not self._leaving:
@@ -213,7 +219,10 @@ class VllmBatcher(Batcher):
             answer.add_done_callback(partial(_pass_on, unload.done))
 
     def _take(self, output: Output) -> SequenceState | None:
-        """Gives a sequence its new tokens. Returns None if the sequence has already ended on this side."""
+        """Adds the new tokens to their sequence and returns it.
+
+        Returns None if the sequence has already ended on this side.
+        """
         sequence = self._running.get(output.number)
         if sequence is None:
             return None
@@ -234,7 +243,7 @@ class VllmBatcher(Batcher):
         return sequence
 
     def _abort(self, numbers: Sequence[int]) -> None:
-        """Ends sequences in the worker that have ended on this side."""
+        """Ends sequences in the worker after they have ended on this side."""
         for number in numbers:
             self._forget(number)
         if numbers and self._worker is not None:
@@ -302,7 +311,7 @@ class VllmBatcher(Batcher):
     def _gauge(self) -> None:
         """Takes a new snapshot.
 
-        The worker's numbers are from its newest step, without sequences that came or went since.
+        The worker's numbers are those of its newest step, so they do not include sequences that came or went after it.
         """
         inside, stats = len(self._running), self._worker_stats
         running = min(stats.running, inside)

@@ -1,4 +1,4 @@
-"""Loads a model into vLLM: its engine arguments, its worker, and the server's part, which is the text."""
+"""Loads a model into vLLM: makes vLLM's engine arguments, starts its worker, and loads the tokenizer on this side."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ _DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
 def run_vllm(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the worker is ready. ``threads`` is the number of cores of all its ranks. Raises LoadFailed."""
+    """Blocks until the worker is ready.
+
+    ``threads`` is the number of cores for all ranks together. Raises LoadFailed.
+    """
     settings, source = resolved.settings, resolved.source
     if source.kind in ("embedded", "gguf"):
         raise LoadFailed(f"parameters.uri: {_CONVERT}")
@@ -110,7 +113,7 @@ def run_vllm(
 
 
 class _Workers:
-    """Starts one worker after another, each when no process of the previous worker is left."""
+    """Starts one worker after another; a worker starts only when no process of the previous worker is left."""
 
     def __init__(self, command: WorkerCommand, modules: Mapping[str, str]) -> None:
         self.adapters = LoraAdapters(modules, lambda: self._batcher)
@@ -135,7 +138,10 @@ class _Workers:
         return self._batcher, self._ready
 
     def next(self) -> VllmBatcher:
-        """Starts the next worker in the background. Each restart waits longer than the one before."""
+        """Starts the next worker in the background.
+
+        Each of the first restarts waits longer than the previous restart.
+        """
         delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
         self._restarts += 1
         self._batcher = self._new_batcher(lambda: self._start(delay))
@@ -181,7 +187,10 @@ def _command(
 
 
 def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
-    """Returns fields of vLLM's ``AsyncEngineArgs``. Raises LoadFailed for a backend that cannot read our grammars."""
+    """Returns fields of vLLM's ``AsyncEngineArgs``.
+
+    Raises LoadFailed for a grammar backend that cannot read our grammars.
+    """
     given = dict(settings.vllm or {})
     structured = dict(given.pop("structured_outputs_config", None) or {})
     if structured.setdefault("backend", _GUIDANCE) != _GUIDANCE:
@@ -195,7 +204,7 @@ def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
 
 
 def _generation_config(location: str, settings: EngineSettings) -> Any:
-    """Returns the model's own generation config, or the one that transformers derives from its config."""
+    """Returns the model's own generation config, or else the one that transformers derives from the model's config."""
     revision = settings.revision or "main"
     try:
         return GenerationConfig.from_pretrained(location, revision=revision)

