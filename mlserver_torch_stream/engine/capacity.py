@@ -94,7 +94,7 @@ _MAX_RANKS = 64
 class ModelSize:
     """The size of a model.
 
-    ``experts`` of the ``parameters`` belong to experts, of which a token uses the share ``expert_share``.
+    Of all ``parameters``, ``experts`` belong to experts; a token uses the share ``expert_share`` of these.
     """
 
     kind: str
@@ -249,7 +249,7 @@ def plan_model(
 ) -> list[CapacityPlan]:
     """Returns a plan for each number of ranks up to ``most_devices`` that the model can be split over.
 
-    ``on_host`` means that the device is this machine's CPU. Several ranks would share its memory, so only one rank is
+    ``on_host`` means that the device is this machine's CPU. Several ranks would share this memory, so only one rank is
     planned.
     """
     share = KV_SHARE if on_host else GPU_CACHE_SHARE

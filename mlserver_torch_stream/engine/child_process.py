@@ -1,7 +1,7 @@
 """Runs a function in a separate process during a load; the end of the process frees its imports and memory.
 
-transformers' modeling code takes 105 MB. A server that computes with our own kernels needs this code only to convert a
-GGUF file, and to check a load that no earlier start has checked.
+The modeling code of transformers alone takes 105 MB. A server that computes with our own kernels needs this code only
+to convert a GGUF file, and to check a load that no earlier start has checked.
 """
 
 from __future__ import annotations

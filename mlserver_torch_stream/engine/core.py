@@ -77,9 +77,9 @@ class EngineCore:
 
     ``rebuild`` makes a new batcher after an error has ended the engine's thread. Without ``rebuild``, or after too many
     such errors, the engine stays dead and its thread calls ``on_death``. Each event has at least ``stream_interval``
-    tokens, except the first and the last event of a sequence. ``context`` makes the context manager within which the
-    thread steps the batcher. ``fair_lock`` is None for an engine that shares its device with no other engine. While a
-    step does not return, the watchdog enforces the deadlines of requests; in the end it abandons the thread.
+    tokens, except the first and the last event of a sequence. ``context`` returns a context manager, within which the
+    thread steps the batcher. ``fair_lock`` is None if no other engine uses the same device. While a step does not
+    return, the watchdog enforces the deadlines of requests; in the end it abandons the thread.
     """
 
     def __init__(

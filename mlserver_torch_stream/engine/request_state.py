@@ -25,9 +25,9 @@ _ASSUMED_TOKENS = 1024
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
 
-    ``accept`` adds the id of a token, which is all that the next forward needs. ``write`` makes the token's text; on a
-    GPU it runs while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further
-    token, and ``finish_reason`` is set once its text is complete.
+    ``accept`` adds the id of a token; the next forward needs only this id. ``write`` makes the token's text; on a GPU
+    it runs during that forward. So a sequence ends in two steps: ``ended`` is true once the sequence gets no further
+    tokens, and ``finish_reason`` is set once its text is complete.
 
     A sequence does not keep its request alive: code that holds a sequence longer than one call must hold the request,
     too.

@@ -141,8 +141,8 @@ def _weigh(
 ) -> torch.Tensor:
     """Lets queries ``[a, b, queries, dim]`` attend to keys ``[a, b, keys, dim]`` where the mask ``valid`` is true.
 
-    ``sinks`` are the options' sinks, ``[..., queries or 1, 1]``. Matrix products are computed in the dtype of the
-    arguments.
+    ``sinks`` are the sinks of the options, with the shape ``[..., queries or 1, 1]``. Matrix products are computed in
+    the dtype of the arguments.
     """
     if _is_plain(options):
         output: torch.Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=valid, scale=options.scale)

@@ -37,8 +37,9 @@ def cache_budget(
     """Returns the numbers of pages and slots of a cache with ``setting`` bytes; None means a share of the free memory.
 
     ``specs`` describe the cache on each device. ``engines`` engines share the host's memory equally, and ``resources``
-    reserves this engine's part for ``owner``. On a GPU memory that other engines use is not free. ``most`` is the free
-    memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are passed to ``size_cache``.
+    reserves this engine's part for ``owner``. On a GPU, memory that other engines use does not count as free. ``most``
+    is the free memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are passed to
+    ``size_cache``.
     """
     if setting is None:
         rooms = [

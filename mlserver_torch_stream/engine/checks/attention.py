@@ -45,7 +45,7 @@ _CAP = 3.0  # a softcap that the random scores are near
 class SameAttention(Check[PagedAttention]):
     """Checks that an attention gets the same results as torch's operators, for the shapes of a model's attention calls.
 
-    ``way`` is the form in which the model gets a batch.
+    ``way`` is the form of batches that the model gets.
     """
 
     name: ClassVar[str] = "same attention"

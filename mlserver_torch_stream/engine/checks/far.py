@@ -33,7 +33,7 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
     """Returns the lengths to compare: longer than the trial's sequences, but within the context and the memory.
 
     ``room`` is the number of bytes for caches; None means the bytes that are free on the devices now. ``more`` are
-    shorter lengths to compare as well.
+    shorter lengths that are also compared.
     """
     model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)

@@ -1,7 +1,7 @@
 """Compiles constraints, one to three at a time, on daemon threads with large stacks.
 
-llguidance recurses for each nested part and each reference. The longest source that is accepted needs up to 64 MB of
-stack; on a smaller stack the process would crash.
+The library llguidance recurses for each nested part and each reference. The longest source that is accepted needs up to
+64 MB of stack; on a smaller stack the process would crash.
 
 The threads have normal priority. When a thread of lower priority returns from the library, it gets the interpreter
 lock; on a busy machine it then gets no core, and all other threads wait for the lock. Measured on 2026-11-23 with a

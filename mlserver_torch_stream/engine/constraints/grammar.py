@@ -47,9 +47,9 @@ def after_reasoning(
 ) -> list[dict[str, Any]]:
     """Returns grammars for any text up to and including the first ``end``, followed by ``grammar``.
 
-    ``end_id`` is the id of the special token ``end``; None if ``end`` consists of text tokens. ``begin`` has the
-    pieces, text or ids of special tokens, with which the text before ``grammar`` must begin; then that text may also be
-    missing.
+    ``end_id`` is the id of the special token ``end``; None if ``end`` consists of text tokens. ``begin`` has the pieces
+    (text or ids of special tokens) with which the text before ``grammar`` must begin. If ``begin`` is given, the text
+    before ``grammar`` may also be missing.
     """
     if end_id is None:
         reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"

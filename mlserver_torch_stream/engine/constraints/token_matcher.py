@@ -32,7 +32,7 @@ class TokenMatcher:
     """Says which tokens the constraint allows next. All methods run on the engine's thread.
 
     ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
-    already consumed these tokens, so that the mask of the token after them can be computed before they are accepted.
+    already consumed these tokens, so that the mask for the next free choice can be computed before they are accepted.
     """
 
     def __init__(

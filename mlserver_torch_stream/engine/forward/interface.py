@@ -20,7 +20,7 @@ class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
     ``argmax`` has, for each row, the id of its first largest logit over all columns of ``tensor``, or -1 if that logit
-    is NaN or infinite; None means that it was not computed. It may have more entries than ``tensor`` has rows.
+    is NaN or infinite; None means that it was not computed. ``argmax`` may have more entries than ``tensor`` has rows.
     ``row_draw`` draws tokens on the forward's threads; None means that torch draws them.
     """
 

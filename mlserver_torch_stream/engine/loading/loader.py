@@ -224,7 +224,7 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
 def describe(name: str, model: Any, weights: str | None = None) -> str:
     """Describes a loaded model: its name, size and devices.
 
-    ``weights`` describes the weights; None means that their dtype does.
+    ``weights`` describes the weights; None means that their dtype is enough.
     """
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"

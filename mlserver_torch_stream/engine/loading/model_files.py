@@ -41,7 +41,7 @@ class ModelFiles:
 def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:
     """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do.
 
-    ``place`` is the file or folder that ``load`` reads; if it is damaged, the line says so.
+    ``place`` is the file or folder that ``load`` reads; if it is damaged, the error line says so.
     """
     try:
         return load()

@@ -1,7 +1,7 @@
 """Checks weights that transformers quantises: the config must be valid, be able to run here, and take effect.
 
-transformers itself ignores unknown keys, and dequantises the weights if it has no kernel; at most, it logs a warning.
-In both cases this module raises an error that names the setting.
+By itself, transformers ignores unknown keys, and dequantises the weights if it has no kernel; at most, it logs a
+warning. In both cases this module raises an error that names the setting.
 """
 
 from __future__ import annotations

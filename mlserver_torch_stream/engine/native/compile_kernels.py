@@ -46,7 +46,7 @@ def compiled_library(
 
     ``target`` are the compiler options that say which instructions it may use. If there is no compiler or it fails, a
     library of another compiler for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
-    NoKernels; ``open_library`` raises it too, for a library that cannot be used.
+    NoKernels; ``open_library`` also raises it if a library cannot be used.
     """
     folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint(target)}"
     try:

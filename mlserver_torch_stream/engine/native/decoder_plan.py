@@ -26,7 +26,8 @@ _PROJECTIONS = ("qkv", "out", "gate_up", "down")
 class DecoderPlan:
     """A decoder without the weights in its files. ``structure`` can be written as JSON.
 
-    ``own`` are the tensors that are in no file. ``used`` are the names of the tensors in the files that it refers to.
+    ``own`` are the tensors that no file contains. ``used`` are the names of the files' tensors to which ``structure``
+    refers.
     """
 
     structure: dict[str, Any]

@@ -15,7 +15,7 @@ class KernelVariant:
     """One set of CPU instructions, such as AVX512 with bf16, that the kernels are compiled for.
 
     ``flags`` are the names in /proc/cpuinfo that a CPU must have. ``options`` are the options of GCC and clang.
-    ``zig_cpu`` is the same for zig, which compiles the libraries of wheels.
+    ``zig_cpu`` is the equivalent option of zig, which compiles the libraries of wheels.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Holds the cosines and sines of all positions in float32, as the model's own rotary module computes them.
 
-The angles must depend on the position alone.
+The angles must depend only on the position.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def draw(
     """Returns a column for each row, or ``FAILED``.
 
     ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
-    the columns, if the columns are not the vocabulary. Each filter keeps the same set as in transformers, but with all
-    values that are tied at the boundary, so that the set depends only on the row. If the columns are the vocabulary,
-    ``row_draw`` draws first. It is not called for rows that are ``drawn_unchanged``, because it has already drawn these
-    from the forward's logits.
+    the columns, if the columns are not the vocabulary. Each filter keeps the same set as in transformers, plus all
+    values that are tied with the last kept value, so that the set depends only on the row. If the columns are the
+    vocabulary, ``row_draw`` draws first. It is not called for rows that are ``drawn_unchanged``, because it has already
+    drawn their tokens from the forward's logits.
     """
     vocab_size = work.shape[1]
     chosen = [UNDECIDED] * len(rows)

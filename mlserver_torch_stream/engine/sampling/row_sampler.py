@@ -34,7 +34,7 @@ class RowEdits:
     """The changes to a row's logits, applied in this order.
 
     ``added`` are the biases of ``bias_ids``. A positive logit of ``seen_ids`` is divided by ``repetition``, and a
-    negative one is multiplied by it; then ``subtracted`` is subtracted. If ``forced`` or ``allowed`` is given, all
+    negative logit is multiplied by it; then ``subtracted`` is subtracted. If ``forced`` or ``allowed`` is given, all
     other ids get -inf.
     """
 

@@ -47,8 +47,8 @@ def sample(
 
     ``logits``, [B, V], may have any float dtype and device, and are not changed. ``indices`` are the rows of ``logits``
     that ``rows`` sample from; None means all, in order. V is at least the rows' ``vocab_size``; further columns are
-    padding. If a row's logits hold NaN or no token can be chosen, only that row fails. ``argmax`` and ``row_draw`` come
-    from ``Logits``; only rows without a token from either of them are sampled by torch.
+    padding. If a row's logits contain NaN or no token can be chosen, only that row fails. ``argmax`` and ``row_draw``
+    come from ``Logits``; torch samples only the rows for which neither of them has a token.
     """
     indices = range(len(rows)) if indices is None else indices
     known = [UNDECIDED] * len(rows)

@@ -316,7 +316,8 @@ Order = tuple[int, int, int]  # priority, number of the admission, index in the 
 class ScheduledSequence:
     """The scheduler's state of a sequence: its ``pages``, its place in the order of admission, and its part of a step.
 
-    ``forks`` are the sequences of its request that continue from the end of the prompt, which this sequence computes.
+    ``forks`` are the other sequences of its request. They continue from the end of the prompt, which this sequence
+    computes.
     """
 
     def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool, page_scores: PageScores) -> None:

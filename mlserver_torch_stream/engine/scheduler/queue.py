@@ -23,13 +23,13 @@ from mlserver_torch_stream.types import ModelInfo
 class SchedulerLimits:
     """The bounds of the scheduler.
 
-    ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
+    ``pages`` bounds the pages of each group of layers; ``cache_bytes`` bounds the pages of all groups plus the states.
 
-    ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
-    sequences decode, because these wait for its end. None means no bound. A decoding sequence's newest token does not
-    count, because it never waits for a prompt. A chunk of a prompt counts as at least ``prefill_floor`` tokens: if each
-    chunk is a separate forward, many short chunks would delay the decoding sequences. With ``whole_prompts`` a step
-    computes at most one prompt, and computes it whole.
+    ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in steps in which
+    sequences decode, because those sequences wait until the step ends. None means no bound. A decoding sequence's
+    newest token does not count, because it never waits for a prompt. A chunk of a prompt counts as at least
+    ``prefill_floor`` tokens, because many short chunks would delay the decoding sequences if each chunk is a separate
+    forward. With ``whole_prompts`` a step computes at most one prompt, and always the whole prompt.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. At most ``stages`` batches are in flight at a
     time.

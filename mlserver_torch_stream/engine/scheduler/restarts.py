@@ -20,9 +20,9 @@ class Restarts:
     def isolate(self, parts: Iterable[StepPart]) -> list[SequenceState]:
         """Prepares the parts of a failed forward to be tried again in smaller batches.
 
-        Some sequences have to be computed from the start instead: those that share pages that were not written, and
-        those for which the batch had a copy, even if it was made. Returns these sequences; their parts, in this batch
-        or a later batch, are void.
+        Some sequences have to be computed from the start instead, because they share pages that were not written, or
+        because the batch had a copy for them, even if the copy was made. Returns these sequences; their parts, in this
+        batch or a later batch, are void.
         """
         void = self.void([each for part in parts if (each := self._ledger.get(part.sequence)) is not None])
         return [*void, *self.recompute(())]

@@ -38,7 +38,8 @@ _MAX_SCORED_ROWS = 256
 class StepPlan:
     """The parts of one step, in the order of the batch's sequences. An empty plan has nothing to run.
 
-    ``prompt_tokens`` counts the tokens of all prompt chunks, and those of preempted sequences that are computed again.
+    ``prompt_tokens`` counts the tokens of all prompt chunks, including the tokens of preempted sequences that are
+    computed again.
     """
 
     parts: tuple[StepPart, ...] = ()
@@ -172,7 +173,7 @@ class Scheduler:
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
-        """``drafts`` is called for guesses of a sequence's next tokens.
+        """``drafts`` returns guesses of a sequence's next tokens.
 
         A model with states, or one that computes prompts whole, cannot continue from pages alone, so it has neither
         drafts nor a prefix cache.
@@ -240,8 +241,8 @@ class Scheduler:
     def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
         """Plans the next step, without the ``busy`` sequences, which are in flight and keep their pages.
 
-        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that only the
-        limits bound them.
+        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that there are only
+        the limits.
         """
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)

@@ -43,9 +43,8 @@ class StepResult:
 
     ``rows`` maps each computed part to the first of its rows in the logits; ``failures`` maps each failed part to its
     error. ``tokens_before`` maps each sequence with new tokens to its number of tokens before the step. ``verified``
-    maps each part with drafts to the number of its tokens that count: all but the rejected drafts. ``spoiled``
-    sequences have NaN in a row of logits, and perhaps in their pages: they get no token from that row, and have not
-    ended.
+    maps each part with drafts to the number of its tokens without the rejected drafts. ``spoiled`` sequences have NaN
+    in a row of logits, and perhaps in their pages. They get no token from that row, but have not ended.
     """
 
     rows: dict[StepPart, int]

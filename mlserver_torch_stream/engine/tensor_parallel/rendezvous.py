@@ -33,8 +33,8 @@ OnEnd = Callable[[str], None]
 class RankProcesses:
     """Ranks 1 to ``size - 1``, which run ``module`` and find rank 0 at ``port`` on this machine.
 
-    ``size`` is 1 if a launcher such as torchrun has started the other ranks: then the launcher watches and ends them.
-    Raises OSError if a process cannot be started.
+    ``size`` is 1 if a launcher such as torchrun has started the other ranks, because then the launcher watches and ends
+    them. Raises OSError if a process cannot be started.
     """
 
     def __init__(self, size: int, port: int, module: str = MODULE) -> None:

@@ -81,7 +81,7 @@ BEGIN, END = "<think>", "</think>"
 class ReasoningParser:
     """Separates the reasoning from the answer. Drops whitespace around the reasoning and before the answer.
 
-    ``begun`` means that the prompt has already begun the reasoning.
+    ``begun`` means that the prompt already contains the beginning of the reasoning.
     """
 
     def __init__(self, *, begun: bool) -> None:

@@ -224,8 +224,8 @@ class ChatFormat:
 
     ``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-    ``tools`` names the parser of calls; None if no parser matches the template. Then a call can still be forced, and is
-    written as Hermes models do. The same applies to a model for whose calls no grammar can be made here.
+    ``tools`` names the parser of calls; None if no parser matches the template. A call can still be forced then, in the
+    format of Hermes models. The same format is used for a model if no grammar of its own calls can be made here.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):

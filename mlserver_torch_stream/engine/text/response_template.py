@@ -58,7 +58,8 @@ class AnswerTemplate:
 class TemplateParser:
     """Parses the text of one answer. ``prefix`` is the beginning of the answer that the prompt already has.
 
-    ``tools`` may be called; None means that calls stay text. Without ``reasoning`` the reasoning stays text too.
+    ``tools`` are the functions that may be called; None means that calls are returned as text. Without ``reasoning``
+    the reasoning is also returned as text.
     """
 
     def __init__(

@@ -308,7 +308,7 @@ class WindowDetokenizer:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
-        """``silent`` are tokens that are skipped: they never reach a ``decode``."""
+        """``silent`` are tokens that are skipped and never passed to ``decode``."""
         self._decode = decode
         self._silent = silent
         self._window: list[int] = []

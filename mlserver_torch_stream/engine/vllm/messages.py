@@ -79,7 +79,7 @@ class Output:
     """The new tokens of one sequence. If these are the sequence's last tokens, ``reason`` is one of ``REASONS``.
 
     ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
-    client if the reason is ``error``; ``field`` is the parameter that is wrong, if one is.
+    client if the reason is ``error``; ``field`` names the wrong parameter, if a parameter is wrong.
     """
 
     number: int

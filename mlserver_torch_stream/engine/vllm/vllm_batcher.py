@@ -1,7 +1,7 @@
 """Runs the sequences of an engine in vLLM's worker.
 
 Requests wait in a fair queue until the worker has room for them, and this process makes the text and finds stop
-strings. vLLM makes the batches. The worker has up to a quarter more sequences than ``max_num_seqs``, so that vLLM
+strings. The batches are made by vLLM. The worker has up to a quarter more sequences than ``max_num_seqs``, so that vLLM
 always has a sequence to run.
 """
 

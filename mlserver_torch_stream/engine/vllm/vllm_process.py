@@ -78,7 +78,7 @@ class WorkerCommand:
     def environment(self, folder: str) -> dict[str, str]:
         """Returns the worker's environment variables.
 
-        They are the server's without its own settings, plus ``folder`` as the place for files.
+        These are the server's variables without the server's own settings, plus ``folder`` as the place for files.
         """
         hidden = (*_OF_OUR_PYTHON, *_RANK_VARIABLES)
         kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith(_OURS)}
@@ -102,8 +102,8 @@ class WorkerCommand:
 def bound_cores(cores: Sequence[int], ranks: int) -> str:
     """Returns the cores of each rank in vLLM's format, such as ``0,1|2,3``.
 
-    Returns ``nobind`` if there are fewer cores than ranks. vLLM itself would use all cores of the machine, even cores
-    outside the container's share.
+    Returns ``nobind`` if there are fewer cores than ranks. By itself, vLLM would use all cores of the machine, even
+    cores outside the container's share.
     """
     share = len(cores) // ranks
     if not share:
