@@ -108,8 +108,8 @@ _PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # values of vLLM's ``load_for
 class EngineSettings(BaseModel):
     """The keys of ``parameters.extra``.
 
-    The defaults do not depend on the host: where a value is None, the loader or the engine chooses one and logs it when
-    the model loads.
+    The defaults do not depend on the host: where a value is None, the loader or the engine chooses a value and logs it
+    when the model loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

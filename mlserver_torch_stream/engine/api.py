@@ -85,7 +85,7 @@ class EngineStats(EngineCounters):
     prefix_cache_bytes: int = 0  # the size of the pages that only the prefix cache holds
 
     def counting_on(self, before: EngineStats) -> EngineStats:
-        """Returns these stats plus the counters of ``before``, the last stats of the batcher that was replaced."""
+        """Adds the counters of ``before``, the last stats of a batcher that was replaced, and returns the sums."""
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
 
 
@@ -120,7 +120,7 @@ class Mailbox:
     """The stream of the events of one submit; the events of each sequence are in order.
 
     The stream ends when all its sequences have ended. The engine never waits for a reader. A slow reader gets fewer and
-    larger events, each of at most ``MAX_PER_EVENT`` characters, and its mailbox cannot grow beyond the length of its
+    larger events, each with at most ``MAX_PER_EVENT`` characters; its mailbox cannot grow beyond the length of its
     sequences. All methods run on the loop's thread; the engine's thread reads only ``closed_at``.
     """
 
@@ -187,9 +187,9 @@ class Mailbox:
         return event
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Announces further prompt ids of the stream's only request, which is open.
+        """Announces further prompt ids of the stream's only request, which must be open.
 
-        Raises InvalidInput once no prompt that begins with the announced ids could run.
+        Raises InvalidInput as soon as no prompt that begins with the announced ids could run.
         """
         self._feed(prompt_ids, whole=False)
 
@@ -265,7 +265,10 @@ class Engine(Protocol):
         """Makes ``submit`` raise NotServing with the reason ``why`` from now on. Submitted requests go on."""
 
     def abort_all(self, why: str) -> None:
-        """Ends every stream with the text so far, the finish reason ``abort`` and an error that says ``why``."""
+        """Ends every stream.
+
+        Readers get the text so far, the finish reason ``abort`` and an error that says ``why``.
+        """
 
     def shutdown(self) -> None:
         """Ends every stream with an error and joins the engine's thread. Blocks, so call it outside the event loop."""

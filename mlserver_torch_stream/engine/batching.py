@@ -133,7 +133,7 @@ def _sizes(
 
 
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
-    """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
+    """Returns why this model must be served one request at a time; None if it is batched. Raises LoadFailed."""
     problem, steady = prepared.findings.problem, steady_positions(loaded.model)
     if problem is None and steady is not None and loaded.max_model_len > steady:
         problem = f"its positions are rescaled beyond {steady} tokens"

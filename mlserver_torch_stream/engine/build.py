@@ -31,7 +31,7 @@ class BuiltEngine:
         self.resources = resources
 
     def give_back(self) -> bool:
-        """Ends this user's share. Returns True for the engine's last user, who then has to shut the engine down."""
+        """Ends this user's share. Returns True to the last user of the engine, who then has to shut it down."""
         return self.lease.end()
 
     def shutdown(self) -> None:

@@ -15,7 +15,8 @@ Checked on 2026-11-22. The numbers of these devices are not from the vendor's ow
 - B200: 2,250 TFLOP/s at 1,000 W and 8 TB/s, in table 3 of the Blackwell architecture's technical brief. Boards have 180
   GB; their driver reports a bus of 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002), which is 7.67 TB/s.
 
-The model is made on torch's ``meta`` device, where tensors have only shapes, and computes three tokens there.
+The model is created on torch's ``meta`` device, where tensors have shapes but no values, and computes three tokens
+there.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def _ranks(config: Any) -> tuple[int, ...]:
 
 
 def _first_count(config: Any, *keys: str) -> int:
-    """Returns the value of the first of these fields that is a number above 0; 0 if there is none."""
+    """Returns the first value above 0 among these fields of the config; 0 if no field has such a value."""
     values = (getattr(config, key, 0) for key in keys)
     return next((value for value in values if isinstance(value, int) and value), 0)
 

@@ -64,7 +64,7 @@ def check_hub(hub_id: str, revision: str | None) -> None:
 
 
 def plain_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns these fields as a plain config: a model family's own class would import transformers' modeling code."""
+    """Returns these fields as a plain config: a family's own config class would import transformers' modeling code."""
     config = PreTrainedConfig()
     vars(config).update(values)
     return config
@@ -143,7 +143,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
 
 
 def comparable_context(model: Any) -> int:
-    """Returns the maximum length that a sequence in a batch can reach, whatever the settings say."""
+    """Returns the maximum length of a sequence in a batch, independently of the settings."""
     limits = (_own_limit(model.config), steady_positions(model))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 

@@ -47,7 +47,7 @@ class Inbox:
         self._closed = False
 
     def post(self, action: Callable[[], None]) -> bool:
-        """Returns False if the inbox is closed: the action will not run."""
+        """Returns False if the inbox is closed, so that the action will not run."""
         with self._close_lock:
             if self._closed:
                 return False
@@ -187,7 +187,10 @@ class EngineCore:
         return self._inbox.post(lambda: self._accept(mailbox, requests))
 
     def _prompt_feeder(self, open_request: EngineRequest) -> Callable[[Mailbox, Sequence[int], bool], None]:
-        """Returns the function that receives an open request's prompt ids, and queues the request once it is whole."""
+        """Returns a function that receives an open request's prompt ids.
+
+        It queues the request once the prompt is whole.
+        """
         known = len(open_request.prompt_ids)
 
         def feed(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:

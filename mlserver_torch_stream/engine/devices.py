@@ -71,7 +71,7 @@ def execution_device(module: nn.Module) -> str | int | torch.device | None:
 
 
 def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
-    """Returns the name of the device that computes a module that a device map puts at ``place``.
+    """Returns the name of the device that computes a module, if a device map puts the module at ``place``.
 
     Hooks move offloaded weights to a GPU if there is one, otherwise to the CPU.
     """
@@ -80,7 +80,10 @@ def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
 
 
 def input_device(model: transformers.PreTrainedModel) -> torch.device:
-    """Returns the device on which a model expects token ids, which only a hook knows for an offloaded embedding."""
+    """Returns the device on which a model expects token ids.
+
+    For an offloaded embedding, only a hook knows this device.
+    """
     return weight_device(model.get_input_embeddings(), torch.device("cpu"))
 
 

@@ -37,7 +37,8 @@ def in_short(error: BaseException) -> str:
 def log_failure(what: str, error: Exception) -> GenerationFailed:
     """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
-    A ``GenerationFailed``, which a constraint can raise, is returned unchanged: its text is written for the client.
+    A ``GenerationFailed``, such as a constraint can raise, is returned unchanged, because its text is written for the
+    client.
     """
     if isinstance(error, GenerationFailed):
         failure = error

@@ -1,6 +1,6 @@
-"""Injects faults for tests of a real server: a forward fails at a chosen call.
+"""Injects faults for tests of a real server, so that a chosen call of the forward fails.
 
-Only an environment variable turns fault injection on, and then the load logs a warning.
+Fault injection is switched on only by an environment variable; the load then logs a warning.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def shaping_settings(resolved: ResolvedSettings) -> str:
 
 
 def length_setting(resolved: ResolvedSettings, location: str) -> int | None:
-    """Returns ``max_model_len`` if the positions of the model at ``location`` may depend on it, else None.
+    """Returns ``max_model_len`` if the model at ``location`` may compute positions differently for it, else None.
 
     ``location`` is a folder or a hub id, or empty for a GGUF file that is not converted. Raises LoadFailed if the hub
     cannot be reached.
@@ -104,7 +104,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _snapshot(hub_id: str, revision: str | None) -> str | None:
-    """Returns the folder, named after the commit, of the snapshot that a load would use now.
+    """Returns the folder of the snapshot that a load would use now; it is named after the commit.
 
     Raises LoadFailed if the hub cannot be reached.
     """

@@ -41,7 +41,7 @@ def keep(made: Path, folder: Path, stem: str) -> Path | None:
 def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
     """Yields the files of this pattern that can be trusted, and removes damaged ones.
 
-    A file that another user owns or can write is not used, and not removed either.
+    Files that another user owns or can write are neither used nor removed.
     """
     for path in sorted(folder.glob(pattern)):
         try:
@@ -60,7 +60,10 @@ def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def foreign(path: Path) -> str | None:
-    """Returns why other users may have written a file; None if only this user or root can. Raises OSError."""
+    """Returns why other users may have written a file; None if only this user or root can have written it.
+
+    Raises OSError.
+    """
     status, folder = path.lstat(), path.parent.stat()
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"

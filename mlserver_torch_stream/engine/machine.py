@@ -1,6 +1,6 @@
 """Reads how many cores and how much memory this process may use, and returns free memory to the system.
 
-Trimming the heap returned 80 of the 841 MiB of a process that had loaded SmolLM2 (measured on 2026-11-21).
+In a process that had loaded SmolLM2, trimming the heap returned 80 of 841 MiB (measured on 2026-11-21).
 """
 
 from __future__ import annotations

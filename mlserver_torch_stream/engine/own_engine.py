@@ -99,7 +99,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 
 
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
-    """Runs ``work`` in a new thread, whose end frees the 9 MB of buffers that MKL keeps for each thread.
+    """Runs ``work`` in a new thread. The end of the thread frees the 9 MB of buffers that MKL keeps for each thread.
 
     ``threads`` is the number of threads for torch's operations, which torch stores per thread.
     """

@@ -125,8 +125,8 @@ def _of_all(troubles: Sequence[str | None]) -> str | None:
 class Deaths:
     """Reports the death of the last of ``count`` replicas; until then, another replica serves the requests.
 
-    A thread that hangs in a step is reported at once: only the end of the process ends the thread, and on CPUs the
-    other replicas wait for its cores.
+    A thread that hangs in a step is reported at once, because only the end of the process can end the thread, and on
+    CPUs the other replicas wait for its cores.
     """
 
     def __init__(self, count: int, on_death: OnDeath | None) -> None:

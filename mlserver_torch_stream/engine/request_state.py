@@ -164,8 +164,8 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        No event is returned while a character or a possible stop string is held back, or while there are fewer new
-        tokens than an event should have.
+        No event is returned while all new text is held back, or while there are fewer new tokens than an event should
+        have.
         """
         goes_on = self.finish_reason is None
         if self.last_event_taken or (goes_on and len(self.tokens) < self._next_event_at):
@@ -200,9 +200,7 @@ class SequenceState:
 
 
 class RequestState:
-    """The state of a request that is served: its ``input``, its sequences, the mailbox for their events, and its
-    times.
-    """
+    """The state of a request: its ``input``, its sequences, the mailbox for their events, and its times."""
 
     def __init__(
         self,
@@ -296,8 +294,8 @@ class RequestState:
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
         """Sends the reader the last event of each sequence, with the number of delivered tokens.
 
-        Any thread may call this. The sequences are not changed, because they belong to the engine's thread, whose step
-        does not return. A sequence whose last event was delivered gets no further event.
+        Any thread may call this. The sequences are not changed, because they belong to the engine's thread, which is
+        still in a step. A sequence whose last event was delivered gets no further event.
         """
         call_on(self.mailbox.loop, partial(self._end_for_reader, reason, error))
 

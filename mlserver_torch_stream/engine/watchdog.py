@@ -41,7 +41,7 @@ class Work:
 
 
 class StepProgress:
-    """Records the current work of the engine's thread, and forwards in other threads, each under a key."""
+    """Records the current work of the engine's thread, and forwards in other threads; each forward has a key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,10 +71,10 @@ class StepProgress:
 
 
 class FairLock:
-    """A lock that threads get in the order in which they ask for it, so that engines on the same cores take turns.
+    """A lock that threads get in the order of their requests, so that engines on the same cores take turns.
 
     Two OpenMP pools that spin on the same cores slow each other down tenfold (measured). With a plain lock, a busy
-    engine would take the lock again before a waiting engine wakes up.
+    engine would take the lock again before a waiting engine could wake up.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class FairLock:
 
     @contextmanager
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
-        """Holds the lock in the ``with`` block, and yields whether it had to wait for another thread.
+        """Holds the lock during the ``with`` block, and yields whether this thread had to wait for another thread.
 
         ``progress`` shows the engines that wait for the lock how long the holder's step has taken.
         """

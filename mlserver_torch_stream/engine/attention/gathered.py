@@ -1,4 +1,4 @@
-"""Computes paged attention with torch's operators, on copies of the keys and values that a sequence sees.
+"""Computes paged attention with torch's operators, which read copies of the keys and values that a sequence sees.
 
 This attention supports every device, option, page size and dtype, and never waits for a device. Sequences with one new
 token are computed together; chunks of prompts are computed one after the other.
@@ -123,7 +123,7 @@ def _attend_chunk(
 
 
 def _slots(table: torch.Tensor, batch: BatchTensors, places: torch.Tensor) -> torch.Tensor:
-    """Returns the slots of the positions ``places`` ``[rows, n]``, for sequences with the block table ``table``."""
+    """Returns the slots of the positions ``places`` ``[rows, n]`` of sequences; ``table`` has their block tables."""
     return table.gather(1, places // batch.page_size).long() * batch.page_size + places % batch.page_size
 
 

@@ -76,7 +76,7 @@ def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def paged(call: AttentionCall) -> Iterator[None]:
-    """While the context is open, models on this thread use ``call`` to compute attention, and make no masks."""
+    """While the context is open, models on this thread compute attention with ``call`` and do not make masks."""
     token = _call.set(call)
     try:
         yield

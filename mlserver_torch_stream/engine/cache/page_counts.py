@@ -38,8 +38,8 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 
     The cache first gets room for one sequence of ``tokens`` tokens, or for the longest sequence that fits. Then the
     cache gets room for ``sequences`` sequences that are as long as possible; a group of windowed layers needs no more
-    pages. The remaining bytes become the same number of pages in each group, for the prefix cache. If not even one
-    token fits, there are no pages.
+    pages. With the remaining bytes, each group gets the same number of additional pages, for the prefix cache. If not
+    even one token fits, there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))
@@ -64,7 +64,7 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 
 
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
-    """Returns how many pages each group may have within ``budget`` bytes of a host's memory.
+    """Returns how many pages each group may have if the cache may use ``budget`` bytes of a host's memory.
 
     On a host, a page takes no memory until it is first written (with our kernels, until any page in the same 2 MiB is
     first written). So each group may have pages for the whole budget; the scheduler enforces the budget for all groups

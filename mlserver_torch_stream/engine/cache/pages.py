@@ -114,10 +114,10 @@ def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
 
 @dataclass(slots=True)  # a frozen dataclass takes three times as long to create
 class BatchSequence:
-    """The new tokens of one sequence: a chunk of its prompt, or its newest token and the drafts after it, if any.
+    """The new tokens of one sequence: a chunk of its prompt, or its newest token followed by any drafts.
 
     The sequence's first ``start`` tokens are in the cache already. ``tables`` has a block table for each group of
-    layers: entry ``i`` is the page with the tokens from ``i * page_size`` on, or -1 after a sliding window has moved
+    layers. Entry ``i`` is the page with the tokens from ``i * page_size`` on; it is -1 if a sliding window has moved
     past that page. The forward returns logits for the last ``wanted`` of the new tokens.
     """
 
@@ -139,9 +139,9 @@ class BatchSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of one step. ``copies`` and ``state_copies`` are executed in order, before the forward.
+    """The sequences of one step. They are executed in order, before the forward.
 
-    A copy is (group, source page, target page); a copy of states is (source slot, target slot).
+    Each of ``copies`` is (group, source page, target page); each of ``state_copies`` is (source slot, target slot).
     """
 
     sequences: tuple[BatchSequence, ...]
@@ -221,7 +221,7 @@ class PagePool:
     def __init__(
         self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
     ) -> None:
-        """If ``finds`` is false, no page is found by its tokens, because the model cannot continue from pages alone."""
+        """If ``finds`` is false, pages are not found by their tokens, because pages are not enough for the model."""
         self.finds = finds
         self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]

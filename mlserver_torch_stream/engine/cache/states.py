@@ -19,7 +19,7 @@ _STATES = ("conv_states", "recurrent_states")
 
 
 class StateSlots:
-    """Copies the states of a batch's sequences into transformers' cache layers, and back."""
+    """Copies the states of a batch's sequences into transformers' cache layers and back."""
 
     def __init__(self, layout: CacheLayout, slots: int) -> None:
         self._slots = slots
@@ -68,7 +68,7 @@ class StateSlots:
                 state[slot] *= factor
 
     def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
-        """Returns a layer with only the states of the given layer, which may also hold keys."""
+        """Returns a layer that has only the states of the given layer, which may also have keys."""
         own = copy.copy(self._empty[number])
         for name in vars(own):
             setattr(own, name, getattr(layer, name))

@@ -146,7 +146,7 @@ def narrowed(shape: AttentionShape) -> AttentionShape:
 def farthest(
     attention: PagedAttention, shape: AttentionShape, page_size: int = 16, device: torch.device = _CPU
 ) -> float:
-    """Returns the largest error of a head's output for one query, relative to the size of the exact output.
+    """Returns the largest relative error of any head's output for any query.
 
     Some sequences are short and some long; they have one new token, a few new tokens, or a chunk. First all sequences
     run together, then only the sequences with one new token, then a single sequence. Values that no query sees are NaN,

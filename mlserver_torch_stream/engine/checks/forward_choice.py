@@ -102,7 +102,7 @@ def with_attention(
 def take_kernels(
     expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str | None = None
 ) -> Verdict[NativeForward]:
-    """Returns our decoder, rounded to the format ``weights`` (a key of ``ROUNDED``), and frees the model's own weights.
+    """Returns our decoder, with weights rounded to the format ``weights`` if given, and frees the model's own weights.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """

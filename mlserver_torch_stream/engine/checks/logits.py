@@ -23,7 +23,7 @@ _WEIGHT = 4
 
 
 class ExpectedLogits:
-    """The logits of one model, whose weights must not change while the object is used."""
+    """The expected logits of one model. Its weights must not change while this object is used."""
 
     def __init__(self, model: transformers.PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         """``dtype`` is the dtype to which the compared forwards round; None means the model's dtype."""

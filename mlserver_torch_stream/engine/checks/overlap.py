@@ -164,7 +164,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns the implementation of a composite operation, from torch or a Python package; None for a basic one."""
+    """Returns the implementation of a composite operation in torch or a Python package; None for a basic operation."""
     keys = [DispatchKey.CompositeImplicitAutograd]
     if operation.namespace != "aten":
         device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")

@@ -94,7 +94,7 @@ def _shorten(model: Any, depth: int) -> None:
 
 
 def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
-    """Makes the kernels' forward for ``decoder``, and compares its logits with those of ``model``.
+    """Makes a forward with our kernels for ``decoder``, and compares its logits with the logits of ``model``.
 
     Returns the forward, and what the comparison found. ``model`` is the same model in transformers, as ``gguf_packed``
     loads it. Raises NotPacked if the logits differ, and LoadFailed as ``NativeForward`` does.

@@ -186,7 +186,7 @@ class Trial:
         return TrialSequence(ids, prompt, self._slots if self.layout.has_states else -1, tables)
 
     def _sharing(self, other: TrialSequence) -> TrialSequence:
-        """Returns a new sequence that shares the first page, which must be full, of another sequence."""
+        """Returns a new sequence that shares the first page of another sequence; that page must be full."""
         size = self.page_size
         ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + _AFTER)]
         tables = [table[:1] for table in other.tables]

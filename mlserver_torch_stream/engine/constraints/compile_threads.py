@@ -3,9 +3,9 @@
 The library llguidance recurses for each nested part and each reference. The longest source that is accepted needs up to
 64 MB of stack; on a smaller stack the process would crash.
 
-The threads have normal priority. When a thread of lower priority returns from the library, it gets the interpreter
-lock; on a busy machine it then gets no core, and all other threads wait for the lock. Measured on 2026-11-23 with a
-nice value of 10: streams stopped for 0.2 to 0.5 s, and a compilation took five times as long.
+The threads have normal priority. A thread of lower priority takes the interpreter lock when it returns from the
+library. On a busy machine it may then get no core, while all other threads wait for the lock. Measured on 2026-11-23
+with a nice value of 10: streams stopped for 0.2 to 0.5 s, and a compilation took five times as long.
 """
 
 from __future__ import annotations

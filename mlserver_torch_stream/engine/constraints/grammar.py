@@ -79,7 +79,7 @@ def _literal(text: str) -> str:
 
 
 def _lark(source: str) -> str:
-    """Returns the source as a Lark grammar; translates it if it is in llama.cpp's GBNF."""
+    """Returns the source as a Lark grammar. A source in llama.cpp's GBNF is translated."""
     if source.count("::=") > _MAX_GBNF_RULES:
         raise ValueError(f"must have at most {_MAX_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:

@@ -68,8 +68,9 @@ def _decoders(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Returns GPT-2's alphabet: printable Latin-1 characters stand for their byte, U+0100 and on for the other
-    bytes.
+    """Returns GPT-2's alphabet.
+
+    A printable Latin-1 character stands for its own byte. The other bytes are represented by characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""Defines the interface of a forward: one call of a model on the packed new tokens of a batch, over pages."""
+"""Defines the interface of a forward, which is one call of a model on the packed new tokens of a batch, over pages."""
 
 from __future__ import annotations
 

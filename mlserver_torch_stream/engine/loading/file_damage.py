@@ -1,7 +1,7 @@
 """Reads the headers of weight files, and finds out which of a model's files is damaged.
 
-No weights are read. The search for damage runs only after a load has failed. A header that contradicts itself or the
-file's size raises an error that names the file.
+No weights are read. The search for damage runs only after a load has failed. If a header contradicts itself or the
+file's size, an error is raised that names the file.
 """
 
 from __future__ import annotations

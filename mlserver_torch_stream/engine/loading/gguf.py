@@ -209,7 +209,10 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that no load has used for a long time: folders that have a lock file beside them."""
+    """Removes conversions that no load has used for a long time.
+
+    A conversion is a folder with a lock file beside it.
+    """
     for lock in cache_dir.glob("*.lock"):
         folder = lock.with_suffix("")
         if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:

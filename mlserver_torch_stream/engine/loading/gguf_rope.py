@@ -1,4 +1,4 @@
-"""Reads a GGUF file's parameters for rotary positions: the base, the scaling, and factors for single frequencies.
+"""Reads a GGUF file's parameters for rotary positions: the base, the scaling, and the factors of single frequencies.
 
 A value that transformers' rotary modules cannot express is refused by name.
 """

@@ -92,8 +92,8 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
 def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
     """Returns how many bytes a model's weights take in memory; None if its files do not show this.
 
-    The size is read from a folder's safetensors files, even for quantised weights. Without such files it is computed
-    from the config, which is read with the ``options`` of ``from_pretrained``.
+    The size is read from a folder's safetensors files, even for quantised weights. Without such files, the size is
+    computed from the config, which is read with the ``options`` of ``from_pretrained``.
     """
     try:
         asked = None if dtype == "auto" else getattr(torch, dtype)

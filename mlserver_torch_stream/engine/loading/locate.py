@@ -84,7 +84,7 @@ def refuse_other_kinds(config: Any) -> None:
 
 
 def _has_causal_weights(config: Any) -> bool:
-    """Returns whether the config names the causal class that would be loaded, or names no class.
+    """Returns whether the config names no class, or names the causal class that would be loaded.
 
     The field ``is_decoder`` is not enough, because it can be False for decoders, too.
     """

@@ -46,8 +46,8 @@ def pin_offloaded(
     """Pins the weights that each step copies from the host to a device of this kind, and returns the pinned bytes.
 
     Weights are copied into shared blocks of at most ``block`` bytes; a larger weight gets a block of its own. Half of
-    the host's free memory stays free. If there is no room left, or pinning fails, the remaining weights are not
-    changed. Tied weights stay tied.
+    the host's free memory stays free. If there is no more room, or pinning fails, the other weights remain as they are.
+    Tied weights stay tied.
     """
     weights = _moved(model, kind)
     if not weights:

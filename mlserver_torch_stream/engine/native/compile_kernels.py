@@ -42,11 +42,12 @@ def compiled_library(
     target: Sequence[str] = THIS_CPU,
     seconds: float = _SECONDS,
 ) -> T:
-    """Returns the result of ``open_library`` for this compiler's library, which is compiled if it is not in the cache.
+    """Returns the result of ``open_library`` for this compiler's library.
 
-    ``target`` are the compiler options that say which instructions it may use. If there is no compiler or it fails, a
-    library of another compiler for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
-    NoKernels; ``open_library`` also raises it if a library cannot be used.
+    Compiles the library if it is not in the cache. ``target`` are the compiler options that say which instructions it
+    may use. If there is no compiler or it fails, a library of another compiler for the same sources and CPU is used. A
+    compilation takes at most ``seconds``. Raises NoKernels; ``open_library`` also raises it if a library cannot be
+    used.
     """
     folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint(target)}"
     try:

@@ -1,4 +1,4 @@
-"""Describes a decoder without its files' weights, as JSON and a few small tensors, and builds one from a description.
+"""Describes a decoder as JSON and a few small tensors, without the weights in files, and builds decoders from plans.
 
 In a plan, weights are references to rows of the files' tensors. Values that no file contains unchanged, such as the
 factors of norms, are in the plan itself.

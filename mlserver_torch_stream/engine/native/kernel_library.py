@@ -1,4 +1,4 @@
-"""Opens the kernels for this CPU: a library from the wheel, or else one that is compiled here.
+"""Opens the kernels for this CPU: a library from the wheel, or else a library that is compiled here.
 
 A wheel for one kind of machine has a library for each variant; a source install has none.
 """

@@ -64,8 +64,9 @@ class KernelNorms(Structure):
 
 
 class KernelLayer(Structure):
-    """The weights of one decoder layer. ``rope`` is the number of the layer's rotary table, beginning with 1; 0 means
-    no rotary positions.
+    """The weights of one decoder layer.
+
+    ``rope`` is the number of the layer's rotary table, counted from 1; 0 means no rotary positions.
     """
 
     _fields_ = [
@@ -102,7 +103,7 @@ class KernelPages(Structure):
 
 
 class KernelStep(Structure):
-    """The new tokens of several sequences, their block tables, and where the logits [wanted, vocab] are written.
+    """The new tokens of several sequences, their block tables, and the place for the logits [wanted, vocab].
 
     The call sets ``argmax`` [wanted] to the id of each row's largest logit, or to a negative number if the row is not
     finite.
@@ -119,7 +120,7 @@ class KernelStep(Structure):
 
 
 class KernelDrawCall(Structure):
-    """Rows of float32 logits [count, vocab], their sampling parameters, and where the drawn ids [count] are written."""
+    """Rows of float32 logits [count, vocab], their sampling parameters, and the place for the drawn ids [count]."""
 
     _fields_ = [
         ("logits", c_void_p),
@@ -225,7 +226,7 @@ def torch_pool() -> int | None:
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
     """Returns whether setting the library's number of threads also sets torch's.
 
-    Each thread has its own setting, so the test runs in a new thread and changes no other thread's setting.
+    The setting belongs to a thread. The test runs in a new thread, so it does not change the setting of other threads.
     """
     seen: list[bool] = []
 

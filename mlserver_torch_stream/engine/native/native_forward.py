@@ -1,4 +1,4 @@
-"""Runs a model's forward over pages in calls of our own kernels, which can also draw tokens."""
+"""Runs a model's forward over pages with our own kernels, which can also draw tokens."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _address(numbers: array[int]) -> int:
 
 
 def _as_array(table: Sequence[int]) -> array[int]:
-    """Returns the table as an int32 array, without a copy if it already is one."""
+    """Returns the table as an int32 array; makes no copy if it already is such an array."""
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
 
 

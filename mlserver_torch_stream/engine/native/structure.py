@@ -1,4 +1,4 @@
-"""Reads a model's modules as a decoder of the Llama layout, or says where the model differs from it.
+"""Reads a model's modules as a decoder of the Llama layout, or says where the model differs from that layout.
 
 Every parameter must have a place in the layout, and every field of the config must be known. Norms and activations are
 recognised by their results. The check at load finds any other difference.
@@ -72,7 +72,7 @@ def unknown_field(config: Any) -> str | None:
 
 
 def _ropes(keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields the keys of a rope, or of the ropes for each kind of layer."""
+    """Yields the keys of the model's rope, or of all ropes if each kind of layer has its own."""
     for name, value in keys:
         yield from value.items() if isinstance(value, Mapping) else ((name, value),)
 

@@ -1,11 +1,12 @@
-"""Runs forwards of several batches at the same time, each in a thread of its own.
+"""Runs forwards of several batches at the same time, each in its own thread.
 
 Each forward has a key and a batch. If the batch reads pages that other forwards write, it waits for these forwards.
 
-Batches in flight have no sequence in common, so they share only pages that the scheduler lets several sequences read:
-those of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
-several sequences hold is copied before it is written. While a sequence in flight reads a page, no other sequence writes
-it. The only exception is the source page of a copy: it can be written once the sequence that held it has returned it.
+Batches in flight have no sequence in common. So the only pages that they share are pages that the scheduler lets
+several sequences read: the pages of a common prefix, and the sources and targets of copies. No two batches write the
+same page, because a page that several sequences hold is copied before it is written. While a sequence in flight reads a
+page, no other sequence writes it. The only exception is the source page of a copy: it can be written once the sequence
+that held it has returned it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class InFlightForwards(Generic[K, T]):
     """Runs up to ``most`` forwards at once; the caller must not launch more. One thread calls all methods.
 
     The forwards run while the calling thread continues (``overlap``). Forwards run in daemon threads, because a forward
-    may hang, and at exit Python would wait for the threads of an executor.
+    may hang; Python would wait at exit for the threads of an executor.
     """
 
     overlap = True

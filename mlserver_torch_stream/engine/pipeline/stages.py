@@ -1,8 +1,8 @@
 """Runs the stages of a device map: locks keep batches in order, and tensors are copied between devices.
 
 Copies have their own streams: on the source GPU's default stream, the copy of one batch would wait until that GPU has
-computed the next batch. One thread runs the model's whole forward; hooks on the modules of the device map take the
-locks of the stages, so the model's code need not be split.
+computed the next batch. The whole forward of a batch runs in one thread. Hooks on the modules of the device map take
+the locks of the stages, so the model's code need not be split.
 
 With ``serial_python`` only one thread runs Python, until it waits for the next stage or for its device. Without it, the
 threads compete for the interpreter lock. torch releases this lock in every operation, which wakes another thread:
@@ -134,7 +134,7 @@ class Pipeline:
     """The stages of one copy of the weights, which several engines can use.
 
     Each of our threads uses ``threads`` torch threads. ``serial_python`` is not for models whose code waits for a
-    device midway, because all other forwards would wait too.
+    device midway, because all other forwards would wait, too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
@@ -153,7 +153,7 @@ class Pipeline:
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:
-        """Runs ``forward``, which waits before each stage until the stage is free, and then frees the last stage."""
+        """Runs ``forward``, which waits before each stage until the stage is free. At the end, frees the last stage."""
         position = self._here.position = _StagePosition(self._python)
         try:
             return forward()
@@ -183,7 +183,7 @@ class Pipeline:
 class _StagePosition:
     """The stage of one forward.
 
-    To avoid deadlocks, a forward never holds the locks of two stages, and does not hold the Python lock while it waits.
+    To avoid deadlocks, a forward never holds the locks of two stages, and releases the Python lock before it waits.
     """
 
     def __init__(self, python: FairLock | None) -> None:

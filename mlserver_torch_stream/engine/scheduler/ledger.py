@@ -1,4 +1,4 @@
-"""Keeps the ledger of a KV cache: which pages and which state slot each sequence has."""
+"""Keeps the ledger of a KV cache, which records the pages and the state slot of each sequence."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class SequencePages:
             self.named = index + 1
 
     def forget_unwritten(self) -> set[tuple[int, int]]:
-        """Removes from the prefix cache the pages that a failed forward should have written, and returns them."""
+        """Removes and returns the pages in the prefix cache that a failed forward should have written."""
         size = self._spec.page_size
         pages = self.unwritten
         for group, page in pages:
@@ -377,7 +377,7 @@ class ScheduledSequence:
         return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
 
     def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
-        """Returns ``needed`` plus one page of each group for each fork, which copies a page."""
+        """Returns ``needed`` plus one page of each group for each fork, because a fork copies a page."""
         return [pages + len(self.forks) for pages in self.needed(limits)]
 
     def look_up(self) -> None:

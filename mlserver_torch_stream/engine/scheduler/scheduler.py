@@ -164,8 +164,8 @@ class Scheduler:
 
     For each step, call ``plan = schedule(busy)`` and run the forward of ``plan.batch``. Then, for each part of the
     plan, call ``advance(part, tokens)`` and let its sequences accept their tokens. Finally, ``release`` the sequences
-    that have ended. Drafts are verified by the sampled tokens, so a part with drafts advances only after its sequence
-    has accepted tokens.
+    that have ended. The sampled tokens show which drafts are right, so a part with drafts advances only after its
+    sequence has accepted tokens.
 
     If a sequence lacks pages, the last of the admitted sequences after it is preempted: that sequence loses its pages,
     and is computed again when there are enough pages. So the first sequence always advances. The order of the parts in
@@ -175,8 +175,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
         """``drafts`` returns guesses of a sequence's next tokens.
 
-        A model with states, or one that computes prompts whole, cannot continue from pages alone, so it has neither
-        drafts nor a prefix cache.
+        If a model has states or computes prompts whole, pages are not enough to continue a sequence, so there are
+        neither drafts nor a prefix cache.
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages

@@ -1,9 +1,9 @@
 """Chooses the next tokens of a step's sequences, and holds the result of the step: which parts were computed.
 
-The next tokens of all sequences are chosen together, and drafts are verified with the tokens that are chosen. If the
-forward pass of all sequences raises an error, halves of the batch run again until each failing sequence is known.
-Running a sequence twice is safe, because it writes the same keys and values to the same pages. The batch's page copies
-are not repeated, because another sequence may have overwritten a source page.
+The next tokens of all sequences are chosen together. A draft is right if it equals the chosen token. If the forward
+pass of all sequences raises an error, halves of the batch run again until each failing sequence is known. Running a
+sequence twice is safe, because it writes the same keys and values to the same pages. The batch's page copies are not
+repeated, because another sequence may have overwritten a source page.
 """
 
 from __future__ import annotations

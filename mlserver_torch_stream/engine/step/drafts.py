@@ -1,10 +1,10 @@
 """Drafts the next tokens of sequences: tokens that a constraint forces, or tokens looked up in the sequence itself.
 
-A draft saves, on average, the probability of its acceptance times the time of a token without drafts. The draft is
-worthwhile if this product exceeds the time that one more token adds to a step. Probabilities and times are measured
-while the engine runs, so nothing is drafted where drafts would cost time, as in prose or with many sequences. The
-acceptance rate is measured separately for each size of the n-gram that was found. It is measured per sequence and over
-all sequences; the rate over all sequences is the prior for a new sequence.
+On average, a draft saves the product of its probability of acceptance and the time of a token without drafts. The draft
+is worthwhile if this product exceeds the time that one more token adds to a step. Probabilities and times are measured
+while the engine runs, so there are no drafts where they would cost time, for example in prose or with many sequences.
+The acceptance rate is measured separately for each size of the n-gram that was found. It is measured per sequence and
+over all sequences; the rate over all sequences is the prior for a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """

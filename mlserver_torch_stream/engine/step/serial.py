@@ -25,7 +25,7 @@ from mlserver_torch_stream.types import FinishReason
 
 
 class SerialBatcher(Batcher):
-    """Runs one request after another, with the sampling, stops and events of the batched engine."""
+    """Runs one request after another; sampling, stops and events are those of the batched engine."""
 
     def __init__(
         self,

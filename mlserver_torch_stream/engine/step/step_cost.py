@@ -1,8 +1,8 @@
 """Learns how long a step takes: a constant, plus a time for each row that decodes and each token of a prompt.
 
 The time of a prompt token grows with the number of keys before it. This module does not read a clock: the batcher
-measures the steps. Prompt lookup asks how much time a further row adds; the batcher asks which prompt tokens fit into a
-step.
+measures the steps. Prompt lookup asks how much time a further row adds; the batcher asks how many prompt tokens fit
+into a step.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
 
 
 def batch_numbers(batch: Batch) -> Sequence[int]:
-    """Returns a batch as a flat list of integers, from which ``batch_of`` restores it on the other ranks."""
+    """Returns a batch as a flat list of integers; on the other ranks, ``batch_of`` restores the batch from the list."""
     groups = len(batch.sequences[0].tables) if batch.sequences else 0
     numbers = array(_NUMBER, (len(batch.sequences), groups, len(batch.copies), len(batch.state_copies)))
     for each in batch.sequences:
@@ -76,7 +76,7 @@ def batch_numbers(batch: Batch) -> Sequence[int]:
 
 
 def batch_of(numbers: Sequence[int]) -> Batch:
-    """Returns the batch that ``batch_numbers`` has encoded, with lists as token ids and block tables."""
+    """Returns the batch that ``batch_numbers`` has encoded; its token ids and block tables are lists."""
     reader = _Reader(numbers)
     sequences, groups, copies, state_copies = reader.take(4)
     heads = [reader.take(_OF_SEQUENCE + groups) for _ in range(sequences)]

@@ -1,4 +1,4 @@
-"""Defines the caches and the forward of rank 0, whose operations run on all ranks."""
+"""Defines rank 0's caches and forward; their operations run on all ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads a function call (a JSON object) character by character while it is generated.
 
-The key of the arguments may also be ``parameters``. A number outside brackets is refused, because no character marks
-the end of such a number.
+The key of the arguments may also be ``parameters``. A number outside brackets is refused, because its end could not be
+recognised.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def _begun(ending: str) -> bool:
 def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str | None) -> AnswerTemplate | None:
     """Returns the tokenizer's ``response_template``; None if there is none or the setting names another parser.
 
-    Also returns None if the ``response_template`` declares no calls although the chat template shows some. Raises
+    Also returns None if the ``response_template`` declares no calls but the chat template contains some. Raises
     SettingsError if the setting names the ``response_template`` but the template cannot be read.
     """
     declared = getattr(tokenizer, "response_template", None)

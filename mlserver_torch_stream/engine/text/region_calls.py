@@ -38,9 +38,9 @@ class RegionSpelling:
     """How calls are written in a region.
 
     With ``keys``, each call is a JSON object that has these keys; ``listed`` means that the objects are in a list. With
-    ``capture``, the region has only the arguments, and the regex group ``capture`` of the mark that opens the region
-    has the function's name. With neither ``keys`` nor ``capture``, transformers parses the whole region with
-    ``template``. ``tags`` matches one argument in XML, and ``closing`` is the text at the end of each argument.
+    ``capture``, the region has only the arguments; the function's name is in the opening mark, in the regex group
+    ``capture``. With neither ``keys`` nor ``capture``, transformers parses the whole region with ``template``. ``tags``
+    matches one argument in XML, and ``closing`` is the text at the end of each argument.
     """
 
     template: Mapping[str, Any]

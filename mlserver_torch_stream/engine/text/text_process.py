@@ -107,7 +107,10 @@ class TextProcesses:
 
 
 class _Process:
-    """A process, and the socket for its jobs and replies: its stdin, because libraries may print to stdout."""
+    """A process, and the socket for its jobs and replies.
+
+    The socket is its stdin, because libraries may print to stdout.
+    """
 
     def __init__(self) -> None:
         path = [str(entry) for entry in sys.path]

@@ -1,7 +1,7 @@
 """The process that ``text_process`` starts: it renders chat templates and tokenizes texts, one job after another.
 
 Each job and each reply is a line of JSON; both go over stdin, which is a socket. The process ends when its parent ends,
-because that closes the socket, or when a job takes too long.
+which closes the socket, or when a job takes too long.
 """
 
 from __future__ import annotations

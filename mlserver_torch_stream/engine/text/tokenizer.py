@@ -68,14 +68,14 @@ class TextCodec:
         """The threads that encode long prompts and prompts for which ``blocks`` is True, a few at a time."""
 
     def limit_prompts(self, max_tokens: int) -> None:
-        """From now on, texts of more than ``max_tokens`` tokens are refused before they are tokenized as a whole."""
+        """From now on, a text of more than ``max_tokens`` tokens is refused before the whole text is tokenized."""
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         shrinks = not self._tokenizer.is_fast or self._tokenizer.backend_tokenizer.normalizer is not None
         self._max_characters = max_tokens * longest * (_MAY_SHRINK if shrinks else 1)
         self._max_tokens = max_tokens
 
     def blocks(self, prompt: Prompt) -> bool:
-        """Returns whether encoding this prompt waits for another process, which the event loop must not do."""
+        """Returns whether encoding this prompt has to wait for another process; the event loop must not wait."""
         return isinstance(prompt, ChatPrompt) or (self._may_be_slow and isinstance(prompt, TextPrompt))
 
     @cached_property
@@ -280,7 +280,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDetokenizer:
-    """Concatenates the bytes of tokens and decodes them as UTF-8; for tokenizers whose only decoder is ByteLevel."""
+    """Concatenates the bytes of tokens and decodes them as UTF-8, for tokenizers whose only decoder is ByteLevel."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
         """``silent`` are tokens that are skipped."""

@@ -77,7 +77,7 @@ def _times(part: Mapping[str, Any]) -> float:
 
 
 def backtracks(pattern: str) -> bool:
-    """Returns whether the expression repeats a group with repeats or alternatives, or has many repeats in a row."""
+    """Returns whether the expression repeats groups with repeats or alternatives, or has many repeats in a row."""
     # For each open group: its repeats in the current alternative, and all its repeats and alternatives.
     groups = [[0, 0]]
     at = 0

@@ -117,7 +117,7 @@ class MarkedCalls:
         self._state = self._next_call
 
     def _next_call(self, char: str) -> bool:
-        """The state before the first character of a call, or whitespace in front of it."""
+        """The state before the first character of a call; whitespace may precede the call."""
         return self._read(ObjectReader(), char)
 
     def _read(self, reader: CallReader, char: str) -> bool:
@@ -180,7 +180,7 @@ class HermesCalls(MarkedCalls):
 
 
 class LlamaCalls(MarkedCalls):
-    """Finds ``{"name": …, "parameters": {…}}``, as the whole answer or after a mark; semicolons separate calls.
+    """Finds ``{"name": …, "parameters": {…}}`` as the whole answer or after a mark. Semicolons separate calls.
 
     An object without a mark is a call only if a function of that name may be called.
     """

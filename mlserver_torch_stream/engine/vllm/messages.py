@@ -1,4 +1,4 @@
-"""The messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
+"""Defines the messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
 
 Both sides import this module, which imports only the standard library. Each side sends its protocol version in its
 first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.

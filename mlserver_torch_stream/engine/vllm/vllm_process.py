@@ -219,7 +219,7 @@ class VllmProcess:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self) -> None:
-        """Kills the worker if it runs, and blocks until no process of it is left."""
+        """Kills the worker if it runs, and blocks until none of its processes is left."""
         self.kill()
         for thread in self._threads:
             if thread is not threading.current_thread():

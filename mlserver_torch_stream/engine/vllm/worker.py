@@ -205,7 +205,7 @@ class Steps:
         return StepLogger()
 
     def take(self) -> WorkerStats | None:
-        """Returns the stats since the last call, of all engine cores together; None if none has stepped."""
+        """Returns the stats of all engine cores together since the last call; None if no core has made a step."""
         if not any(core.steps for core in self._cores):
             return None
         total = WorkerStats()
