@@ -1,5 +1,6 @@
-"""Defines the keys of ``parameters.extra``, with types, bounds and defaults. The table in docs/settings.md is made from
-this file.
+"""Defines the keys of ``parameters.extra``, with types, bounds and defaults.
+
+The table in docs/settings.md is made from this file.
 """
 
 from __future__ import annotations
@@ -217,8 +218,9 @@ class EngineSettings(BaseModel):
 
     @property
     def fits_cpu_kernels(self) -> bool:
-        """Whether the settings allow our own CPU kernels. If ``device_map`` is None, the kernels also require a host
-        without a GPU.
+        """Whether the settings allow our own CPU kernels.
+
+        If ``device_map`` is None, the kernels also require a host without a GPU.
         """
         free = (self.quantization_config, self.max_memory, self.offload_folder, self.attn_implementation)
         return (

@@ -145,13 +145,13 @@ class Mailbox:
         self._observer = observer
 
     def delivered(self, index: int) -> Delivered:
-        """Returns a summary of the events of the sequence that the reader has received."""
+        """Returns a summary of those events of a sequence that the reader has received."""
         return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:
         """Adds an event.
 
-        Events after a sequence's last event are dropped: the watchdog may have ended the sequence already.
+        Events after a sequence's last event are dropped, because the watchdog may already have ended the sequence.
         """
         delivered = self._delivered[event.index]
         if self.closed_at is not None or delivered.ended:
@@ -244,7 +244,7 @@ class Engine(Protocol):
 
     @property
     def load(self) -> int:
-        """The number of waiting requests, plus prefilling requests, plus decoding sequences."""
+        """The sum of the waiting requests, the prefilling requests and the decoding sequences."""
 
     @property
     def alive(self) -> bool:

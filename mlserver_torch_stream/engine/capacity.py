@@ -95,7 +95,7 @@ _MAX_RANKS = 64
 class ModelSize:
     """The size of a model.
 
-    Of all ``parameters``, ``experts`` belong to experts; a token uses the share ``expert_share`` of these.
+    ``experts`` is how many of the ``parameters`` belong to experts; a token uses the share ``expert_share`` of these.
     """
 
     kind: str
@@ -290,7 +290,7 @@ def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
 
 
 def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, sequences: int) -> float:
-    """Returns tokens per second, as limited by the reads of all weights and caches, or by the multiplications."""
+    """Returns tokens per second: the lower of the limits from memory reads (weights and caches) and multiplications."""
     seconds = (size.read_per_step(sequences) + sequences * size.spec.live_bytes(context)) / (ranks * device.bandwidth)
     if device.flops is not None:
         seconds = max(seconds, sequences * 2 * size.active / (ranks * device.flops))

@@ -113,9 +113,9 @@ def how_it_ended(status: int) -> str:
 def die_with(parent: int) -> None:
     """Ends this process when ``parent`` ends for any reason.
 
-    On Linux the kernel then kills this process, even if it hangs, unless the parent had already ended before this call.
-    Other systems have no such signal. So a thread also reads stdin, a pipe that closes when the parent ends; nothing is
-    ever written to it.
+    On Linux, the parent's end makes the kernel kill this process, even if it hangs, unless the parent had already ended
+    before this call. Other systems have no such signal. So a thread also reads stdin, a pipe that closes when the
+    parent ends; nothing is ever written to it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -93,7 +93,7 @@ def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_lengths(config: Any) -> set[int]:
-    """Returns the lengths in tokens that occur anywhere in a decoder's config, for any of its layers."""
+    """Returns all lengths in tokens that a decoder's config has for any of its layers."""
     names = declared_fields(type(config))
     values = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
     return {length for name, value in (*values, *rope_keys(config)) for length in _lengths(name, value)}

@@ -139,7 +139,7 @@ class EngineCore:
 
     @property
     def overdue(self) -> str | None:
-        """Returns a description of this engine's step if it has not returned in time; None otherwise."""
+        """Describes this engine's step if it has not returned in time; otherwise returns None."""
         return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
@@ -456,7 +456,10 @@ class EngineCore:
 
 
 def _post_events(sequences: Sequence[SequenceState]) -> None:
-    """Posts the new events of the sequences, on the engine's thread, which owns them. Each loop is woken up once."""
+    """Posts the new events of the sequences.
+
+    Runs on the engine's thread, which owns the sequences. Each loop is woken up once.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
     for sequence in sequences:
         if events := sequence.take_events():

@@ -1,4 +1,4 @@
-"""Describes exceptions of a model or a device: clients see only the kind of error, the log also shows the text.
+"""Describes exceptions of a model or a device: clients see only the kind of error; the log also has the text.
 
 Clients do not see the text, because it can contain paths, addresses of machines or a part of another prompt.
 """

@@ -53,8 +53,8 @@ def read_faults(environ: Mapping[str, str]) -> tuple[InjectedFault, ...]:
 class FaultyForward:
     """A forward with faults. A batch with prompts and decoding sequences counts as a call in both phases.
 
-    ``raise`` raises an exception, ``oom`` torch's out-of-memory error, ``death`` ends the engine's thread. ``nan`` sets
-    the logits of the phase's first row to NaN. ``slow`` sleeps for that many seconds.
+    ``raise`` raises an exception, ``oom`` raises torch's out-of-memory error, and ``death`` ends the engine's thread.
+    ``nan`` sets the logits of the phase's first row to NaN. ``slow`` sleeps for that many seconds.
     """
 
     def __init__(self, faults: Sequence[InjectedFault], forward: Forward) -> None:

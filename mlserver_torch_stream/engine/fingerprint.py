@@ -23,7 +23,7 @@ _SHAPING = {
 
 
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
-    """Returns a key that is equal for settings that can share one copy of the weights in memory.
+    """Returns a key for settings. Settings with the same key can share one copy of the weights in memory.
 
     Unless the engine is serial, the key includes the number of threads, because our own kernels are prepared for that
     number. The key does not include ``max_num_seqs``, because each engine has its own cache.

@@ -1,7 +1,7 @@
 """Keeps small files in the cache folder. Files that are truncated or that another user can write are not used.
 
-The name of a file ends with its checksum. This is how compiled kernels and records of checked loads are kept: the
-server executes the kernels and trusts the records.
+The name of a file ends with its checksum. Compiled kernels and records of checked loads need this protection, because
+the server executes the kernels and trusts the records.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The cores and the memory that this process may use, and where each number comes from."""
+    """The number of cores and the memory that this process may use, and the source of each number."""
 
     threads: int
     available_bytes: int
@@ -115,7 +115,7 @@ def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Returns this process's cgroup (v2, or else the v1 controller's) and all its ancestors; each can set a limit.
+    """Returns this process's cgroup (v2, or else the v1 controller's) and its ancestors, because each can set a limit.
 
     In a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount. In that
     case the root of the mount is the container's own cgroup.

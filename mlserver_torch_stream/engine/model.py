@@ -163,7 +163,7 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
 
 
 def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
-    """Builds a forward that an earlier load has checked, without transformers' model; None if there is no record."""
+    """Builds a forward from an earlier load's record, without transformers' model; None if there is no record."""
     name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
     try:
         if isinstance(proved, ProvedLoad):

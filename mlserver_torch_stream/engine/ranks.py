@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class Shard:
     """This rank's part of a model. ``room`` is the number of free bytes on the fullest device of any rank.
 
-    ``forward`` runs this part in the form that ``findings`` names, while the other ranks run their parts.
+    ``forward`` runs this part, with batches in the form that ``findings`` names, while the other ranks run their parts.
     """
 
     weights: LoadedWeights

@@ -1,4 +1,4 @@
-"""Holds the state of a request and its sequences: their tokens, their text events and how they end."""
+"""Holds the state of a request and of its sequences, such as their tokens, their text events and how they end."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the prompt and the answer so far. The next decode step writes the newest token to the
-        cache.
+        """The number of tokens of the prompt and the answer so far.
+
+        The next decode step writes the newest token to the cache.
         """
         return len(self._input.prompt_ids) + len(self.tokens)
 
@@ -145,8 +146,8 @@ class SequenceState:
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Makes the text of all tokens. Then ends the sequence with ``reason``, unless the text has already ended it.
 
-        Text that was held back for a stop string or an incomplete character is included, except after an error. After a
-        timeout or an abort, an incomplete character is left out.
+        Text that was held back, because of a stop string or an incomplete character, is included, except after an
+        error. After a timeout or an abort, an incomplete character is left out.
         """
         self.write()
         if self.finish_reason is not None:

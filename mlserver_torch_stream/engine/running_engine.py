@@ -47,8 +47,9 @@ class RunningEngine:
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:
-    """Ends one use of a model's weights. The end of the last use also stops the other ranks, if the model has several
-    ranks.
+    """Ends one use of a model's weights.
+
+    The end of the last use also stops the other ranks, if the model has several ranks.
     """
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
@@ -63,8 +64,9 @@ def model_info(
     default_sampling: Mapping[str, Any],
     attention: str,
 ) -> ModelInfo:
-    """Returns the limits for requests. ``vocab_size`` is the size of a row of logits, ``context`` the context
-    length.
+    """Returns the limits for requests.
+
+    ``vocab_size`` is the size of a row of logits, ``context`` the context length.
     """
     return ModelInfo(
         vocab_size=min(vocab_size, codec.vocab_size),

@@ -29,10 +29,10 @@ class SharedPool(Generic[V]):
         return len(self._shared)
 
     def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
-        """Leases the object of ``key``. If ``make`` raises, all waiting threads raise the error; the next lease tries
-        again.
+        """Leases the object of ``key``.
 
-        If the thread that makes the object is cancelled, one of the waiting threads makes it.
+        If ``make`` raises, all waiting threads raise the error; the next lease tries again. If the thread that makes
+        the object is cancelled, one of the waiting threads makes it.
         """
         while True:
             with contextlib.suppress(WorkCancelled):
@@ -92,7 +92,7 @@ class _Shared(Generic[V]):
 
 
 class ProcessResources:
-    """The things that all engines of a process share: reserved host memory, locks, pools, and template processes."""
+    """The resources that all engines of a process share: reserved host memory, locks, pools and template processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Records the work of engines' threads, makes engines on the same device take turns, and enforces requests' deadlines.
+"""Records the work of engines' threads, lets engines on one device take turns, and enforces deadlines of requests.
 
 While a step does not return, the watchdog asks the engine's thread to end requests, then ends them itself, and in the
 end abandons the thread.
@@ -116,7 +116,7 @@ class FairLock:
                 self._held = False
 
     def yield_turn(self) -> None:
-        """Releases the lock, which the caller must hold, and takes it again after all threads that wait for it."""
+        """Releases the lock, which the caller must hold, and takes it again after all waiting threads have had it."""
         progress, self.progress = self.progress, None
         self.__exit__()
         self.__enter__()
@@ -291,7 +291,7 @@ def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str
 
 
 def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
-    """Returns whether a step has run so long that the engine should no longer report that it is ready."""
+    """Returns whether a step has run for so long that the engine should report that it is not ready."""
     return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 

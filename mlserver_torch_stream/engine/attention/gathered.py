@@ -51,7 +51,7 @@ class GatheredAttention(PagedAttention):
 
 
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
-    """Returns the sequences with one new token, grouped by the number of keys they see, and then the other sequences.
+    """Returns the sequences with one new token, grouped by the number of keys they see, and the other sequences.
 
     A gather is as wide as its longest row. If all lengths lie between two consecutive powers of two, less than half of
     a gather is padding.

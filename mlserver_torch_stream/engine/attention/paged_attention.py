@@ -1,4 +1,4 @@
-"""Defines the interface of attention over pages, and the tensors of a batch that attention needs."""
+"""Defines the interface of attention over pages, and the form in which it gets a batch as tensors."""
 
 from __future__ import annotations
 
@@ -153,7 +153,10 @@ class PagedAttention(Protocol):
         layer.write(key, value, slots)
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
-        """Returns why this attention cannot compute such a layer, so that torch's operators must; None if it can."""
+        """Returns why this attention cannot compute such a layer; None if it can.
+
+        Torch's operators compute refused layers.
+        """
         return None
 
     def describe(self) -> str:

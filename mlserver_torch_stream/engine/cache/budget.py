@@ -65,7 +65,7 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
-    """Returns how many bytes of a KV cache may be pages of ended sequences, until other sequences need the bytes.
+    """Returns how many bytes of a KV cache may hold pages of ended sequences while no other sequence needs the bytes.
 
     A GPU's cache is allocated as a whole. On a host, a page takes memory once it is first written, or, with our
     kernels, once any page in the same 2 MiB is written. Raises LoadFailed.

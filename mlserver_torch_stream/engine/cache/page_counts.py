@@ -37,9 +37,9 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
     """Returns the largest size that fits all ``rooms``: each is a pair of a spec (of one or all devices) and its bytes.
 
     The cache first gets room for one sequence of ``tokens`` tokens, or for the longest sequence that fits. Then the
-    cache gets room for ``sequences`` sequences that are as long as possible; a group of windowed layers needs no more
-    pages. With the remaining bytes, each group gets the same number of additional pages, for the prefix cache. If not
-    even one token fits, there are no pages.
+    cache gets room for ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more
+    pages than that. With the remaining bytes, each group gets the same number of additional pages, for the prefix
+    cache. If not even one token fits, there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))

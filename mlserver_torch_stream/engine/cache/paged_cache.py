@@ -83,8 +83,7 @@ class LayerPages:
         return keys, values
 
     def read(self, table: Sequence[int], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of the keys and values, each ``[kv_heads, n, dim]``, of the positions ``first`` to ``stop -
-        1``."""
+        """Returns copies of the keys and values of positions ``first`` to ``stop - 1``, each ``[kv_heads, n, dim]``."""
         assert self.keys is not None and self.values is not None
         begin = first // self.page_size
         pages = torch.tensor(list(table[begin : -(-stop // self.page_size)]), device=self.keys.device)
@@ -157,7 +156,7 @@ class PagedCache:
 
     @property
     def specs(self) -> dict[torch.device, CacheSpec]:
-        """Returns a spec for each device, which counts only layers to which a forward has already written."""
+        """Returns a spec for each device. The specs count only layers to which a forward has already written."""
         held = {index: pages.keys.device for index, pages in self.layers.items() if pages.keys is not None}
         states = {} if self.states is None else self.states.bytes_by_device()
         return {

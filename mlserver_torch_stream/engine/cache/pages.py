@@ -1,4 +1,4 @@
-"""Describes a paged KV cache and the batches that read and write it, and allocates the pages.
+"""Describes a paged KV cache and the batches that read and write it, and allocates its pages.
 
 A full page can be found by its tokens; the scores of these tokens can be found in the same way.
 """
@@ -159,7 +159,7 @@ class Batch:
 
     @property
     def wanted_rows(self) -> list[int]:
-        """The indices of the packed tokens whose logits a forward returns, in order."""
+        """The indices, in order, of the packed tokens whose logits a forward returns."""
         return [
             row
             for sequence, end in zip(self.sequences, self.ends, strict=True)
@@ -221,7 +221,7 @@ class PagePool:
     def __init__(
         self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
     ) -> None:
-        """If ``finds`` is false, pages are not found by their tokens, because pages are not enough for the model."""
+        """``finds`` is false if pages are not enough for the model to continue; then no page is found by its tokens."""
         self.finds = finds
         self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]

@@ -95,7 +95,7 @@ class StateSlots:
 
 
 def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:
-    """Returns a function that returns ``slots`` as a tensor on a device; each device gets only one copy."""
+    """Returns a function that maps a device to ``slots`` as a tensor there; it makes only one copy for each device."""
     return cache(torch.tensor(list(slots), dtype=torch.long).to)
 
 

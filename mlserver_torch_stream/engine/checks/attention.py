@@ -116,7 +116,7 @@ def attention_kinds(
 
 
 def _writes_alike(attention: PagedAttention, shape: AttentionShape, page_size: int, device: torch.device) -> bool:
-    """Returns whether an attention writes keys and values that are ordered by head in memory to the right slots."""
+    """Returns whether an attention writes keys and values to the right slots if their memory is ordered by head."""
     tokens, pages, heads = 3 * page_size, 4, shape.kv_heads
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(2))[:tokens].to(device)
     layers = [LayerPages(0, pages, page_size) for _ in range(2)]

@@ -53,8 +53,8 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
 def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
     """Compares the last token below ``length``, the first token above and, if the trial is chunked, a chunk above.
 
-    ``short`` is a short sequence in the trial's cache; it takes part in the batches, and its keys and values fill the
-    far cache. Returns how much the logits differ and where; None if they agree.
+    ``short`` is a short sequence in the trial's cache. It is also in the batches, and its keys and values fill the far
+    cache. Returns how much the logits differ and where; None if they agree.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
@@ -126,7 +126,7 @@ class _FarCache:
         return self._own.get(entry, 1 + entry % _MIDDLE)
 
     def _passed(self, group: LayerGroup, start: int) -> tuple[int, ...]:
-        """Returns the long sequence's block table for a group, without the pages that the group's window has passed."""
+        """Returns the long sequence's block table for a group; pages that the group's window has passed are missing."""
         passed = group.oldest_seen(start) // self._size
         return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
 

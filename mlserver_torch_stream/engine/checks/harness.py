@@ -61,8 +61,8 @@ def accepted(
 ) -> Verdict[T]:
     """Makes a candidate and checks it. ``name`` ends the sentence "Checking …" of the log.
 
-    ``otherwise`` says what runs instead of a refused candidate; unless empty, it is then logged at this level. An error
-    that the candidate raises becomes the reason, except LoadFailed, which is raised again.
+    If the candidate is refused, the text ``otherwise`` is logged at this level, unless it is empty; it says what runs
+    instead. An error that the candidate raises becomes the reason, except LoadFailed, which is raised again.
     """
     try:
         with stage(logger, f"Checking {name}"):

@@ -94,10 +94,10 @@ class ExpectedLogits:
 def far_columns(
     keys: torch.Tensor, values: torch.Tensor, repeated: torch.Tensor, first: int = 0, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values at the indices ``repeated``, ``[kv_heads, positions, head_dim]``. The oldest values are
-    enlarged, so that the result depends on them.
+    """Returns keys and values at the indices ``repeated``, ``[kv_heads, positions, head_dim]``.
 
-    The positions start at ``first``, in a sequence of ``length`` tokens; None means that they are the whole sequence.
+    The oldest values are enlarged, so that the result depends on them. The positions start at ``first``, in a sequence
+    of ``length`` tokens; None means that they are the whole sequence.
     """
     indices = repeated.to(keys.device)
     keys, values = keys[:, indices], values[:, indices].clone()

@@ -1,4 +1,4 @@
-"""Checks at load that simultaneous forwards on a device map compute the same logits as each forward alone.
+"""Checks at load that forwards that overlap on a device map compute the same logits as separate forwards.
 
 By counting the operations that wait, the check also finds out whether a forward waits for its devices midway.
 """

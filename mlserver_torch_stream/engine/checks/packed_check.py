@@ -32,10 +32,10 @@ _LEAST_LAYERS = 2  # so that a layer reads what a layer before it has written
 def check_packed(
     folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
 ) -> tuple[NativeForward, ProvedLoad]:
-    """Loads and checks packed weights. ``folder`` was written by ``gguf_packed``; ``name`` is the model's name;
-    ``max_model_len`` is the setting.
+    """Loads and checks packed weights.
 
-    Raises NotPacked or LoadFailed.
+    ``folder`` was written by ``gguf_packed``; ``name`` is the model's name; ``max_model_len`` is the setting. Raises
+    NotPacked or LoadFailed.
     """
     config = AutoConfig.from_pretrained(folder)
     settle_positions(config, max_model_len)

@@ -95,8 +95,9 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class ProvedLoad:
-    """The results of a load's checks. ``dtype`` is the dtype of dense weights in memory; None means quantised
-    blocks.
+    """The results of a load's checks.
+
+    ``dtype`` is the dtype of dense weights in memory; None means quantised blocks.
     """
 
     plan: DecoderPlan
@@ -162,7 +163,10 @@ def outline_of(model: Any) -> ModelOutline:
 
 
 def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
-    """Builds the decoder from the mapped files, so a weight is in memory only once it is read. Raises NotRecordable."""
+    """Builds the decoder from memory-mapped files, so a weight is in memory only after its first use.
+
+    Raises NotRecordable.
+    """
     try:
         tensor = mapped_tensors(files)
         decoder = build_decoder(

@@ -1,6 +1,6 @@
-"""Checks at load that a sequence gets the same logits in a batch as alone, at near and at far positions.
+"""Checks at load that each sequence gets the same logits in a batch as on its own, at near and at far positions.
 
-The near check (``Trial``) runs batches over pages, and compares them with runs of each sequence alone. The far check
+The near check (``Trial``) runs batches over pages, and compares them with separate runs of each sequence. The far check
 (``compare_far``) compares tokens that follow a long cached sequence.
 """
 
@@ -53,7 +53,7 @@ class SelfCheckResult:
 
     @property
     def spec(self) -> CacheSpec | None:
-        """One spec for all devices together; None if the model cannot be batched."""
+        """The cache's spec for all devices together; None if the model cannot be batched."""
         return in_all(self.specs.values()) if self.problem is None else None
 
 
@@ -105,7 +105,7 @@ class SameLogits(Check[F]):
 
 
 class BatchedLogits(SameLogits[ModelForward]):
-    """Checks that a model computes the same logits for batches in one form as for each sequence alone."""
+    """Checks that a model computes the same logits for batches in one form as for each sequence by itself."""
 
     name = "batched logits"
 

@@ -42,10 +42,10 @@ class TrialSequence:
 
 @dataclass(slots=True)
 class Trial:
-    """Runs the sequences and compares their logits. If ``chunked`` is true, prompts are computed in chunks and
-    sequences share pages; otherwise each prompt is computed whole.
+    """Runs the sequences and compares their logits.
 
-    ``same_operations`` is passed to ``Comparison``.
+    If ``chunked`` is true, prompts are computed in chunks and sequences share pages; otherwise each prompt is computed
+    whole. ``same_operations`` is passed to ``Comparison``.
     """
 
     expected: ExpectedLogits

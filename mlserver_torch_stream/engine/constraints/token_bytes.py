@@ -1,7 +1,7 @@
 """Finds the bytes of each token of a tokenizer. Replies with log-probabilities contain these bytes.
 
-If ``TokenBytes.join_to_text`` is true, the bytes of an answer's tokens, joined, are its text. Other tokenizers may drop
-a leading space or replace bytes when they decode several tokens.
+If ``TokenBytes.join_to_text`` is true, the joined bytes of an answer's tokens are the answer's text. Other tokenizers
+may drop a leading space or replace bytes when they decode several tokens.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _rows(batch: Batch) -> list[Batch]:
     """Splits a batch.
 
     Consecutive sequences that only decode one token stay together; every other sequence becomes a batch of its own. The
-    order is kept, because a sequence may read pages that a sequence before it writes.
+    order is kept, because a sequence may read pages that an earlier sequence writes.
     """
     parts: list[Batch] = []
     for together, group in groupby(batch.sequences, lambda each: each.count == 1 and each.start > 0):

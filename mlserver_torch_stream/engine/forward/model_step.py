@@ -127,7 +127,7 @@ class StepCache(Cache):  # type: ignore[misc]
         return [not isinstance(each, PagesLayer) for each in self.layers]
 
     def layer_of(self, key: torch.Tensor) -> PagesLayer | None:
-        """Returns the layer whose ``update`` returned this very tensor; None if there is none.
+        """Returns the layer whose ``update`` returned this tensor itself; None if there is no such layer.
 
         Layers are called in order, so the search begins with the layer that was found last, then tries the next layer.
         """
@@ -184,7 +184,7 @@ def has_latents(module: nn.Module) -> bool:
 
 
 def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple[LayerPages, BatchTensors]:
-    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with block tables for them."""
+    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with tables of these pages."""
     assert layer.keys is not None and layer.values is not None
     key = ("pages of latents", layer.group)
     if key not in batch.memo:
@@ -195,7 +195,7 @@ def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple
 
 
 def _renumbered(batch: BatchTensors, group: int) -> tuple[torch.Tensor, BatchTensors]:
-    """Returns the pages that a batch uses, and the batch with block tables in which these pages have numbers from 0."""
+    """Returns the pages that a batch uses, and the batch with block tables that number these pages from 0."""
     used, places = torch.unique(batch.tables[group], return_inverse=True)
     rows = places.tolist()
     sequences = tuple(

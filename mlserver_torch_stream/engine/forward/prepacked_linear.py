@@ -81,8 +81,9 @@ class _Packed:
         self._released: list[tuple[nn.Linear, Tensor]] = []
 
     def take(self, layer: nn.Linear) -> None:
-        """Packs a layer. Raises ArithmeticError if packing changes the layer's results, and the operators' own
-        errors.
+        """Packs a layer.
+
+        Raises ArithmeticError if packing changes the layer's results, or an error of the operators.
         """
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
         forward = partial(_linear, weight, layer.bias)

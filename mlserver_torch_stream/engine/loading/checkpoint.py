@@ -1,4 +1,4 @@
-"""Refuses checkpoints whose files contradict each other (before the model is built) or have wrong weights (after it).
+"""Refuses checkpoints: before the model is built if files contradict each other, after it if weights are wrong.
 
 Model files are not trusted.
 """
@@ -178,7 +178,7 @@ def _check_quantisation(fields: Mapping[str, Any]) -> None:
 
 
 def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses dense weights if the config says that they are quantised; refuses quantised weights if it does not."""
+    """Refuses dense weights if the config declares quantised weights, and quantised weights if it does not."""
     own = next((fields["quantization_config"] for fields in _levels(config) if fields.get("quantization_config")), None)
     if own is None:
         packed = next((name for name, tensor in tensors.items() if re.match(r"F([68]_|4$)", tensor.dtype)), None)

@@ -94,8 +94,9 @@ def _tensors(file: Path, text: bytes, size: int) -> dict[str, StoredTensor]:
 
 
 def _end(file: Path, name: str, entry: Any) -> int:
-    """Returns the offset at which the tensor's bytes end. Raises LoadFailed if the tensor's entry contradicts
-    itself.
+    """Returns the offset at which the tensor's bytes end.
+
+    Raises LoadFailed if the tensor's entry contradicts itself.
     """
     if not isinstance(entry, Mapping):
         raise LoadFailed(f"{file} is damaged: the entry of {name!r} in its header is not an object")

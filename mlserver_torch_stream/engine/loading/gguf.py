@@ -128,7 +128,10 @@ def _target(gguf_file: Path, cache_dir: Path, dtype: str, packed: bool) -> Path:
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:
-    """Returns a digest of a file's content, not path and time: a new virtual environment can use old conversions."""
+    """Returns a digest of a file's content.
+
+    Because path and time do not count, a new virtual environment can use old conversions.
+    """
     described = f"{FORMAT} {transformers.__version__} {dtype} {checksum(gguf_file)}"
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 

@@ -52,11 +52,11 @@ _STACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a
-    tensor's name to a module of the layer.
+    """One architecture.
 
-    ``permuted`` has the names of tensors whose rows the converter has reordered within each head. ``norm_offset`` is
-    the number that the converter has added to the weights of norms.
+    ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a tensor's name to a module
+    of the layer. ``permuted`` has the names of tensors whose rows the converter has reordered within each head.
+    ``norm_offset`` is the number that the converter has added to the weights of norms.
     """
 
     config: Callable[[GgufFile], dict[str, Any]]

@@ -108,7 +108,7 @@ def read_gguf_config(path: Path) -> Any:
 def loads_by_transformers(path: Path) -> bool:
     """Returns whether transformers' own loader reads the file's architecture and all its tensors.
 
-    Raises LoadFailed if transformers' loader would ignore a key of the file; the error names the key.
+    Raises LoadFailed if transformers' own loader would ignore a key of the file; the error names the key.
     """
     file = GgufFile(path)
     if file.architecture not in GGUF_ARCHS:

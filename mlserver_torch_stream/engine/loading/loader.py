@@ -151,10 +151,9 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights that are shared by models with the same files and devices. An engine may replace the model's config
-    later.
+    """Weights that are shared by models with the same files and devices.
 
-    ``vocab_size`` is the number of rows of the embedding.
+    An engine may replace the model's config later. ``vocab_size`` is the number of rows of the embedding.
     """
 
     model: Any

@@ -1,7 +1,7 @@
 """Finds the files of a model, and refuses models that are not causal language models.
 
 These functions block, and may convert a file, so call them in a thread. Some families of encoders also have a class for
-causal language models; with an encoder's weights, its output would be nonsense.
+causal language models. With an encoder's weights, the output of that class would be nonsense.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
 
 
 def no_packed_weights(why: str) -> LoadFailed:
-    """Returns the error for a model whose weights should stay packed but cannot stay packed."""
+    """Returns the error for a model whose weights cannot stay packed although the settings ask for it."""
     return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
 
 

@@ -1,7 +1,7 @@
 """Reads which layers and how many bytes each device has, and checks the modules that a device map names.
 
 If a device map names modules that the model does not have, transformers only warns, and places the model's modules
-elsewhere; here such a map is refused.
+elsewhere. Here, such a map is refused.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def moved_bytes(placement: Sequence[DeviceShare]) -> int:
 
 
 def seconds_per_step(model: transformers.PreTrainedModel) -> float:
-    """Measures the seconds of a forward of one token, including all copies of weights, as the faster of two runs."""
+    """Returns the seconds of a forward of one token, including all copies of weights, in the faster of two runs."""
     token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     times = []
     for _ in range(2):

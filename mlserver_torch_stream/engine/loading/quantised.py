@@ -86,7 +86,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """Checks, for the methods that we test, that their package is installed; transformers checks other methods."""
+    """Checks that a method's package is installed, if it is a method that we test; transformers checks the others."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():

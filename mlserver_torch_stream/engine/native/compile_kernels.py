@@ -93,7 +93,7 @@ def _fingerprint(target: Sequence[str]) -> str:
 
 
 def cpu_properties() -> str:
-    """Returns the CPU properties that ``-march=native`` depends on; different machines may share a cache folder."""
+    """Returns the CPU properties that ``-march=native`` depends on, for machines that share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -106,7 +106,7 @@ def cpu_properties() -> str:
 def _compile(
     compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
 ) -> T:
-    """Compiles a library and opens it before moving it to the cache, where others could replace or remove it."""
+    """Compiles a library, opens it, and then moves it to the cache, where others could replace or remove it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):

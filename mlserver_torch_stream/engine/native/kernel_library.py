@@ -1,6 +1,6 @@
 """Opens the kernels for this CPU: a library from the wheel, or else a library that is compiled here.
 
-A wheel for one kind of machine has a library for each variant; a source install has none.
+A wheel for one kind of machine has a library for each variant; an installation from source has none.
 """
 
 from __future__ import annotations

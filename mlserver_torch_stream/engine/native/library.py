@@ -105,7 +105,7 @@ class KernelPages(Structure):
 class KernelStep(Structure):
     """The new tokens of several sequences, their block tables, and the place for the logits [wanted, vocab].
 
-    The call sets ``argmax`` [wanted] to the id of each row's largest logit, or to a negative number if the row is not
+    The call sets ``argmax`` [wanted] to the id of each row's largest logit; the id is negative if the row is not
     finite.
     """
 

@@ -1,4 +1,4 @@
-"""Computes paged attention with our own kernels for any model on CPUs, on the threads that torch's operators use."""
+"""Computes paged attention on CPUs with our own kernels, for any model, on the threads that torch's operators use."""
 
 from __future__ import annotations
 

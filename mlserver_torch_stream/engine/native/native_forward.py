@@ -158,8 +158,8 @@ class NativeForward(LoadedForward):
     ) -> None:
         """Copies the weights of a model or of a ``Decoder``; with ``rounded`` it also rounds them.
 
-        With ``compares`` the kernels' packed weights are compared with the model's weights; one load of a model has to
-        do this.
+        With ``compares`` the kernels' packed weights are compared with the model's weights. At least one load of a
+        model must do this.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """

@@ -1,4 +1,4 @@
-"""Holds the cosines and sines of all positions in float32, as the model's own rotary module computes them.
+"""Holds the cosines and sines of all positions, in float32; they are equal to those of the model's own rotary module.
 
 The angles must depend only on the position.
 """
@@ -22,7 +22,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles:
-    """Computes the same cosines and sines as transformers' rotary modules, for the static kinds, without their code.
+    """Computes the same cosines and sines as transformers' rotary modules with static angles, without their code.
 
     ``frequencies`` have the shape ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
     """

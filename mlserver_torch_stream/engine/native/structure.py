@@ -60,7 +60,7 @@ _ROPE = frozenset(
 
 
 def unknown_field(config: Any) -> str | None:
-    """Returns the first field or rope key that may change the model's results, with its value; None if there is none.
+    """Returns the first field or rope key, with its value, that may change the model's results; None if there is none.
 
     Only fields that the config's class declares are checked, because the model's code cannot depend on other keys.
     """
@@ -215,7 +215,7 @@ def read_decoder(model: Any) -> Decoder:
 
 @dataclass(slots=True)
 class _StructureReader:
-    """Reads modules, and records the parameters that it has seen and the values that all layers must share."""
+    """Reads modules. Records the parameters that were read and the values that all layers must share."""
 
     parameter_ids: set[int] = field(default_factory=set)
     noted: dict[str, set[Any]] = field(default_factory=dict)
@@ -360,7 +360,7 @@ def _rope(attention: Any, kinds: Sequence[str]) -> int:
 
 
 def _same_factors(config: Any) -> bool:
-    """Returns whether "longrope" has the same factors for all sequence lengths, as for a Llama in a GGUF file."""
+    """Returns whether "longrope" uses the same factors for all sequence lengths, as in a Llama from a GGUF file."""
     rope = config.rope_parameters
     return bool(rope["short_factor"] == rope["long_factor"])
 

@@ -172,8 +172,10 @@ class PackedWeights:
     """
 
     def __init__(self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None) -> None:
-        """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded. Raises
-        UnsupportedLayout."""
+        """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded.
+
+        Raises UnsupportedLayout.
+        """
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
                 f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"

@@ -1,12 +1,13 @@
 """Runs forwards of several batches at the same time, each in its own thread.
 
-Each forward has a key and a batch. If the batch reads pages that other forwards write, it waits for these forwards.
+Each forward has a key and a batch. If the batch reads pages that other forwards write, the forward waits until these
+have completed.
 
 Batches in flight have no sequence in common. So the only pages that they share are pages that the scheduler lets
 several sequences read: the pages of a common prefix, and the sources and targets of copies. No two batches write the
 same page, because a page that several sequences hold is copied before it is written. While a sequence in flight reads a
-page, no other sequence writes it. The only exception is the source page of a copy: it can be written once the sequence
-that held it has returned it.
+page, no other sequence writes it. The only exception is the source page of a copy. It can be written after the sequence
+that held it has returned it to the pool.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class InFlightForwards(Generic[K, T]):
     called_at_launch = False  # a thread calls the forward after ``launch`` has returned
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
-        """``threads`` is torch's number of threads in each forward's thread, where torch would use all cores."""
+        """``threads`` is the number of torch's threads for each forward; by default, torch would use all cores."""
         self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []

@@ -5,7 +5,7 @@ computed the next batch. The whole forward of a batch runs in one thread. Hooks 
 the locks of the stages, so the model's code need not be split.
 
 With ``serial_python`` only one thread runs Python, until it waits for the next stage or for its device. Without it, the
-threads compete for the interpreter lock. torch releases this lock in every operation, which wakes another thread:
+threads compete for the interpreter lock, because every operation of torch releases the lock and wakes another thread:
 beside three other stages, a stage's 1.4 ms of Python took 4 ms (benchmarks/LOG.md).
 """
 
@@ -93,7 +93,7 @@ class Transfers:
         self._asides = {device: torch.cuda.Stream(device) for device in self._streams}
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns a stream for work on complete outputs, which does not wait for the work of other batches."""
+        """Returns a stream for work on complete outputs. Such work does not wait for the work of other batches."""
         return torch.cuda.stream(self._asides[device]) if device in self._asides else nullcontext()
 
     def bring(

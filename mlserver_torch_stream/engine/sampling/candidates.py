@@ -1,8 +1,8 @@
 """Draws a token from each row's distribution after its filters: temperature, then top-k, top-p, min-p and typical-p.
 
-Only the largest logits of a row are sorted. In the rare case that a row needs more logits, a token is drawn among more
-logits of that row, and finally among all. The numbers of sorted logits are fixed, so the result of a row does not
-depend on the other rows.
+Only the largest logits of a row are sorted. In the rare case that these are not enough for a row, its token is drawn
+again among more of its logits, and finally among all. The numbers of sorted logits are fixed, so the result of a row
+does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def draw(
 ) -> list[int]:
     """Returns a column for each row, or ``FAILED``.
 
-    ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens of
-    the columns, if the columns are not the vocabulary. Each filter keeps the same set as in transformers, plus all
-    values that are tied with the last kept value, so that the set depends only on the row. If the columns are the
-    vocabulary, ``row_draw`` draws first. It is not called for rows that are ``drawn_unchanged``, because it has already
-    drawn their tokens from the forward's logits.
+    ``work``, float32 [n, V], are the adjusted logits before the temperature. ``ids``, int64 [n, V], are the tokens that
+    the columns stand for, if the columns are not the vocabulary. Each filter keeps the same set as in transformers,
+    plus all values that are tied with the last kept value, so that the set depends only on the row. If the columns are
+    the vocabulary, ``row_draw`` draws first. It is not called for rows that are ``drawn_unchanged``, because it has
+    already drawn their tokens from the forward's logits.
     """
     vocab_size = work.shape[1]
     chosen = [UNDECIDED] * len(rows)

@@ -271,7 +271,7 @@ class _SeenTokens:
 
 
 class _BadWords:
-    """Bans the last id of a bad word while the prompt and answer so far end with the word's other ids."""
+    """Bans the last id of a bad word as long as the text so far ends with the word's other ids."""
 
     def __init__(
         self, words: Sequence[Sequence[int]], prompt_ids: Sequence[int], vocab_size: int, end_ids: set[int]

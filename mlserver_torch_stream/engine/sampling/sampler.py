@@ -133,7 +133,7 @@ def _choose(
 ) -> list[int]:
     """Returns a column for each row, or ``FAILED``.
 
-    ``ids`` are the tokens of the columns, unless they are the vocabulary.
+    ``ids`` are the tokens that the columns stand for, unless the columns are the vocabulary.
     """
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):

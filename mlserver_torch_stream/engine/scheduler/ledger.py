@@ -26,12 +26,12 @@ TokenIds = Callable[[int, int], Sequence[int]]
 
 
 class SequencePages:
-    """The pages of one sequence. The pages hold its first ``computed`` tokens once the forwards in flight have
-    returned.
+    """The pages of one sequence.
 
-    The first ``named`` full pages are in the prefix cache; the first ``written`` pages of these have certainly been
-    written. A step's batch refers to the ``tables`` themselves, without a copy. So the tables do not change before the
-    forward has returned, and ``clear`` makes new tables.
+    The pages hold its first ``computed`` tokens once the forwards in flight have returned. The first ``named`` full
+    pages are in the prefix cache; the first ``written`` pages of these have certainly been written. A step's batch
+    refers to the ``tables`` themselves, without a copy. So the tables do not change before the forward has returned,
+    and ``clear`` makes new tables.
     """
 
     def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds, salt: str | None = None) -> None:
@@ -191,8 +191,8 @@ class SequencePages:
     def has_room(self) -> bool:
         """Whether the next token needs no new page and no copy, because only this sequence holds the token's pages.
 
-        The value is also false for the last token of a page, because the full page is added to the prefix cache, and
-        for models with sliding windows, because the step may return a page to the pool.
+        The value is also false in two other cases: for the last token of a page, because the full page is added to the
+        prefix cache, and for models with sliding windows, because the step may return a page to the pool.
         """
         index, offset = divmod(self.computed, self._spec.page_size)
         if self._slides or not 0 < offset < self._spec.page_size - 1:
@@ -304,7 +304,7 @@ class StepPart:
 
     @property
     def sampled_row(self) -> int:
-        """The row of logits from which the first token is sampled; the rows before it score the prompt."""
+        """The row of logits from which the first token is sampled; earlier rows score the prompt."""
         return self.input.wanted - 1 - len(self.drafts)
 
 
@@ -479,7 +479,7 @@ class PageLedger:
         return [self._sequences.pop(each) for each in sequences if each in self._sequences]
 
     def is_void(self, part: StepPart) -> bool:
-        """Returns whether the result of a part is ignored: its sequence has left, or is computed again."""
+        """Returns whether the result of a part is ignored, because its sequence has left or is computed again."""
         scheduled = self.get(part.sequence)
         return scheduled is None or scheduled.part is not part
 

@@ -276,10 +276,9 @@ class Admission:
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
-        """Returns the maximum length of a request's sequences, including its prompt, which has ``prompt`` tokens.
+        """Returns the maximum length of a request's sequences, including the prompt of ``prompt`` tokens.
 
-        Without ``max_tokens`` the result is at most the length at which all the request's sequences fit the cache
-        together.
+        Without ``max_tokens`` the result is limited so that all sequences of the request fit the cache together.
         """
         context, n = self._info.max_model_len, request.sampling.n
         if n == 1 or request.sampling.max_tokens is not None:

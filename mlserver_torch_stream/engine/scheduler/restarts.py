@@ -57,10 +57,10 @@ class Restarts:
         return [scheduled.sequence for scheduled in sharing]
 
     def doubt(self, parts: Iterable[StepPart], spoiled: Collection[SequenceState]) -> Collection[SequenceState]:
-        """Restarts sequences that may have got NaN from other sequences of their step, and returns them.
+        """Restarts and returns sequences that may have got NaN from other sequences of their step.
 
-        ``spoiled`` sequences have NaN in their logits. Some forwards write NaN also for the tokens before the NaN, and
-        so to pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares
+        ``spoiled`` sequences have NaN in their logits. Some forwards also write NaN for earlier tokens of the sequence,
+        and so to pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares
         pages that another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence
         wrote. Of several spoiled sequences that share pages, only the sequence that wrote the pages fails; the others
         are computed again.

@@ -63,8 +63,10 @@ class StepDraft:
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: PromptBudget | None = None
     ) -> None:
-        """``decodes`` says whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of
-        prompts."""
+        """``decodes`` says whether sequences decode in this step.
+
+        ``prompt_budget`` bounds only the tokens of prompts.
+        """
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[ScheduledSequence, StepPart] = {}
@@ -103,7 +105,7 @@ class StepDraft:
         return (whole if whole > start else end) - start
 
     def _affordable(self, start: int) -> float:
-        """Returns how many tokens of a prompt, from position ``start`` on, fit the rest of the prompt budget."""
+        """Returns how many tokens of a prompt, from position ``start`` on, fit into the rest of the prompt budget."""
         if self._cost_left == math.inf:
             return math.inf
         least = 1 if self._prompt_tokens else self._prompt_budget.least
@@ -239,7 +241,7 @@ class Scheduler:
     # --- the plan of a step ---
 
     def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
-        """Plans the next step, without the ``busy`` sequences, which are in flight and keep their pages.
+        """Plans the next step. The ``busy`` sequences are in flight: they keep their pages and are not in the plan.
 
         ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that there are only
         the limits.

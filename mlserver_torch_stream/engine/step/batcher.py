@@ -1,4 +1,4 @@
-"""Defines batchers, which compute the steps of an engine's thread, and replaces a batcher that has died."""
+"""Defines the interface of batchers, which compute the steps of an engine, and replaces a batcher that has died."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def check_unscored(request: EngineRequest, what: str) -> None:
 
 
 class Batcher(ABC):
-    """Generates the tokens of its requests. The event loop calls ``refusal`` and ``check``; the engine's thread calls
-    the other methods.
+    """Generates the tokens of its requests.
 
-    A batcher reports the work of its steps to ``progress``. ``stats`` is the latest snapshot of counters and gauges.
-    Each snapshot is a new object, so other threads never see a half-written one. ``trouble`` says why the batcher
-    accepts no requests now; None if it accepts them. Any thread may read ``stats`` and ``trouble``.
+    The event loop calls ``refusal`` and ``check``; the engine's thread calls the other methods. A batcher reports the
+    work of its steps to ``progress``. ``stats`` is the latest snapshot of counters and gauges. Each snapshot is a new
+    object, so other threads never see a half-written one. ``trouble`` says why the batcher accepts no requests now;
+    None if it accepts them. Any thread may read ``stats`` and ``trouble``.
     """
 
     trouble: str | None = None

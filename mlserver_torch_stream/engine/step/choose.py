@@ -1,4 +1,4 @@
-"""Chooses the next tokens of a step's sequences, and holds the result of the step: which parts were computed.
+"""Chooses the next tokens of a step's sequences, and records which parts of the step were computed.
 
 The next tokens of all sequences are chosen together. A draft is right if it equals the chosen token. If the forward
 pass of all sequences raises an error, halves of the batch run again until each failing sequence is known. Running a
@@ -104,8 +104,9 @@ def no_result() -> StepResult:
 
 
 def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
-    """Returns the result of a step whose forward computed all parts of the plan. ``logits`` are [wanted tokens,
-    vocab].
+    """Returns the result of a step whose forward computed all parts of the plan.
+
+    ``logits`` are [wanted tokens, vocab].
     """
     return StepResult(_rows(plan.parts), logits)
 

@@ -118,10 +118,10 @@ class ContinuousBatcher(Batcher):
     pipeline, ``InlineForwards`` without. If forwards overlap with the engine's thread, the next step is launched before
     the text of the previous step is made. If that text ends a sequence, the sequence's token from the next step is
     dropped. With ``drafts_forced``, several tokens that a constraint forces are computed in one step. ``step_target``
-    is the desired duration, in seconds, of a step in which sequences decode: the step takes as many prompt tokens as
-    fit into this time, within the limits, but at least a page. If ``step_target`` is None, only the limits bound a
-    step. ``check_devices`` raises an error if a device is lost. This error ends the engine's thread, because no request
-    has caused it.
+    is the desired duration, in seconds, of a step in which sequences decode. Within the limits, the step takes as many
+    prompt tokens as fit into this time, but at least a page. If ``step_target`` is None, only the limits bound a step.
+    ``check_devices`` raises an error if a device is lost. This error ends the engine's thread, because no request has
+    caused it.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class ContinuousBatcher(Batcher):
             self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Removes sequences, except those of steps in flight, from the scheduler, and frees their pages.
+        """Removes sequences from the scheduler, except those of steps in flight, and frees their pages.
 
         Returns the sequences that are computed again, because they share a page that a released sequence has not
         written.

@@ -151,7 +151,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """After each token: polls the engine, yields the device to other engines, and stops ``generate`` at the end."""
+    """After each token, polls the engine, yields the device to other engines, and stops ``generate`` at the end."""
 
     def __init__(self, sequence: SequenceState, poll: Poll, yield_device: YieldDevice) -> None:
         self._sequence = sequence

@@ -73,9 +73,9 @@ class StepCost:
     """Predicts the seconds of steps. One thread calls its methods.
 
     The cost of rows is learned from steps without prompts. The cost of prompt tokens is learned from how much longer a
-    step with prompts takes than its rows alone would. The two kinds of steps are forgotten separately, so that the cost
-    of prompts is still known after an hour of decoding. A prompt token counts as ``1 + per_key * k`` tokens if ``k``
-    keys are before it, as in a ``PromptBudget``.
+    step with prompts takes than its rows alone would. Steps with and without prompts are forgotten separately, so that
+    the cost of prompts is still known after an hour of decoding. A prompt token counts as ``1 + per_key * k`` tokens if
+    ``k`` keys are before it, as in a ``PromptBudget``.
     """
 
     def __init__(self) -> None:

@@ -187,7 +187,7 @@ class Leader:
             raise RanksLost(f"the ranks have lost their connection: {self.lost}")
 
     def watch_loss(self, on_loss: OnLoss) -> None:
-        """Calls ``on_loss`` once, on any thread, when the ranks are lost, or at once if they are lost already."""
+        """Calls ``on_loss`` once, on any thread: when the ranks are lost, or immediately if they are already lost."""
         with self._fate_lock:
             self._listeners = [each for each in self._listeners if each() is not None]
             self._listeners.append(weakref.WeakMethod(on_loss))

@@ -29,7 +29,7 @@ _FRAME = 16384
 
 
 class RankGroup:
-    """Connects this process, which is rank ``rank``, with the other ranks of ``size`` in all.
+    """Connects this process, rank ``rank``, with the other ranks; there are ``size`` ranks in all.
 
     Blocks until all are connected.
     """

@@ -60,7 +60,7 @@ class RankProcesses:
         return self._fate
 
     def watch(self, on_end: OnEnd) -> None:
-        """Calls ``on_end`` for each process that ends from now on, and at once for one that has already ended."""
+        """Calls ``on_end`` for each process that ends from now on, and at once for those that have already ended."""
         with self._lock:
             self._on_end = on_end
             fate = self._fate

@@ -103,8 +103,9 @@ class AnswerWriter:
             self.reasoning_tokens += reasoned or self._parser.reasons
 
     def flush(self, *, cut: bool = False) -> None:
-        """Adds the text that was held back, at the end of the sequence. ``cut`` has the same meaning as in
-        ``Detokenizer.flush``.
+        """Adds the text that was held back, at the end of the sequence.
+
+        ``cut`` has the same meaning as in ``Detokenizer.flush``.
         """
         if self._stops.hit is None:
             self._emit(self._stops.push(self._detokenizer.flush(cut=cut)))
@@ -207,7 +208,7 @@ class StopMatcher:
 
 
 class StopStrings:
-    """The automaton for a request's stop strings, which the matchers of all the request's sequences share.
+    """The automaton for a request's stop strings. The matchers of all sequences of the request share it.
 
     A state stands for the longest prefix of a stop string at the end of the text so far. State 0 is the empty prefix.
     """

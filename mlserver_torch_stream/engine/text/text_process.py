@@ -45,7 +45,7 @@ class JobRefused(Exception):
 class TextProcesses:
     """Processes for jobs of one kind. Several threads may call ``run``; concurrent jobs run in different processes.
 
-    ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; without it, the
+    ``tokenizer`` returns the JSON text of the ``tokenizers`` library, for processes that tokenize. Without it, the
     processes render templates.
     """
 

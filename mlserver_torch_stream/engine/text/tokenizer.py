@@ -148,7 +148,7 @@ class TextCodec:
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the ids of each word, tokenized both at the start of a text and after a space."""
+        """For each word, returns its ids at the start of a text and its ids after a space."""
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))

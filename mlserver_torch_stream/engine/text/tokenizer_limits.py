@@ -1,4 +1,4 @@
-"""Finds out how many times longer a tokenizer can make a text, and whether its regular expressions may be slow.
+"""Finds out by which factor a tokenizer can make a text longer, and whether its regular expressions may be slow.
 
 The module reads a tokenizer's JSON, without the vocabulary, from the ``tokenizers`` library. A model's files are not
 trusted.

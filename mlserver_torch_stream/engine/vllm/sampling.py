@@ -68,8 +68,9 @@ class SamplingWriter:
 
 
 def as_lark(grammars: str) -> str:
-    """Returns llguidance's JSON as one grammar in Lark's language. The answer after the reasoning is a nested
-    grammar.
+    """Returns llguidance's JSON as one grammar in Lark's language.
+
+    The answer after the reasoning is a nested grammar.
     """
     first, *rest = json.loads(grammars)["grammars"]
     if rest:

@@ -189,7 +189,10 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds in which vLLM had sequences, because vLLM also works between the steps."""
+        """Returns the seconds in which vLLM had sequences.
+
+        This includes the time between the steps, when vLLM works, too.
+        """
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 

@@ -151,7 +151,7 @@ def _start(order: StartOrder, steps: Steps) -> Any:
 
 
 def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]:
-    """Returns ``max_loras``, and ``max_cpu_loras`` if it is given, with one slot more than adapters may be loaded.
+    """Returns ``max_loras``, with one slot more than adapters can be loaded, and ``max_cpu_loras`` if it is given.
 
     In a batch with adapters, vLLM's kernels for CPUs apply the last slot to sequences without an adapter (0.32: such
     sequences have the slot number -1). vLLM fills the first free slot, so with fewer adapters than slots, the last slot
@@ -277,7 +277,10 @@ class Worker:
                 raise error
 
     async def _death(self) -> None:
-        """Waits until vLLM has died, when its task that reads from the engine core ends, and tells the server."""
+        """Waits until vLLM has died, and tells the server.
+
+        The task that reads from vLLM's engine core ends only then.
+        """
         await asyncio.wait({self._llm.output_handler})
         self._connection.sendall(encode_frame({"t": "died", "why": "vLLM's engine core has ended"}))
 
