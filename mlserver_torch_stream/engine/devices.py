@@ -25,7 +25,7 @@ def check_devices(devices: Iterable[torch.device]) -> None:
 def free_memory(device: torch.device) -> int:
     """Returns the free bytes of a GPU.
 
-    Before that, frees the blocks that torch's allocator has kept since the checks at load.
+    First frees the blocks that torch's allocator has kept since the checks at load.
     """
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])

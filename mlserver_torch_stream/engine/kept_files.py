@@ -1,6 +1,6 @@
 """Keeps small files in the cache folder. Files that are truncated or that another user can write are not used.
 
-The name of a file ends with its checksum. Compiled kernels and records of checked loads need this protection, because
+The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way, because
 the server executes the kernels and trusts the records.
 """
 

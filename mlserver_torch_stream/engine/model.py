@@ -142,7 +142,7 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The key under which a load is recorded, and the ``files`` of its weights."""
+    """The key under which a load is recorded, and the ``files`` that contain the weights."""
 
     key: RecordKey
     files: Sequence[Path]

@@ -66,7 +66,7 @@ def model_info(
 ) -> ModelInfo:
     """Returns the limits for requests.
 
-    ``vocab_size`` is the size of a row of logits, ``context`` the context length.
+    ``vocab_size`` is the size of a row of logits; ``context`` is the context length.
     """
     return ModelInfo(
         vocab_size=min(vocab_size, codec.vocab_size),

@@ -78,7 +78,7 @@ def _with_pages(size: CacheSize, more: int) -> CacheSize:
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest number from 1 to ``most`` that fits, or 0.
+    """Returns the largest number from 1 to ``most`` for which ``fits`` is true, or 0.
 
     If a number fits, all smaller numbers must fit, too.
     """

@@ -116,7 +116,10 @@ class _FarCache:
         return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Returns, for each position, which of the repeated keys is there. All middle pages have the same content."""
+        """Returns, for each position, the index of the repeated key that is there.
+
+        All middle pages have the same content.
+        """
         return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
 
     def _slot(self, slot: int) -> int:

@@ -62,7 +62,7 @@ class SameLogits(Check[F]):
     """Checks that a forward over pages reproduces the model's logits.
 
     The near check uses pages of ``small_page`` tokens; the far check uses pages of ``page_size`` tokens. ``room`` is
-    passed to ``far_lengths``, ``dtype`` to ``ExpectedLogits``. ``trial`` is the newest trial.
+    passed to ``far_lengths``, and ``dtype`` is passed to ``ExpectedLogits``. ``trial`` is the newest trial.
     """
 
     name: ClassVar[str] = "same logits"

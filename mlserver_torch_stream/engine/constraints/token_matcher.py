@@ -47,8 +47,8 @@ class TokenMatcher:
     ) -> None:
         """``matcher`` has already consumed ``forced``; then ``first_mask`` says which tokens it allows.
 
-        ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence. ``field`` is the
-        request parameter that set the constraint.
+        ``eos_ids`` are the end tokens of the tokenizer; ``end_ids`` are the tokens that end this sequence. ``field`` is
+        the request parameter that set the constraint.
         """
         self._matcher = matcher
         self._field = field

@@ -2,9 +2,9 @@
 
 Packing is for models that our own kernels do not support. With 16 rows, a packed layer of a small model takes a third
 of the time of ``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The packed operators are
-private to torch. So every packed layer's results are compared with those of ``F.linear``, and the logits of the whole
-model are compared before its own weights are freed. A linear layer does not depend on positions, so a check of the
-model at near positions is enough.
+private to torch. So the results of each packed layer are compared with the results of ``F.linear``. The logits of the
+whole model are compared, too, before its own weights are freed. A linear layer does not depend on positions, so a check
+of the model at near positions is enough.
 """
 
 from __future__ import annotations

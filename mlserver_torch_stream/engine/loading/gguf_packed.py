@@ -82,7 +82,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 
 def empty_model(config: Any) -> Any:
-    """Returns a model whose parameters have no memory; its buffers have values."""
+    """Returns a model whose parameters have no memory but whose buffers have values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):

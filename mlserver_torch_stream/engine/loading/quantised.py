@@ -52,7 +52,10 @@ def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: to
 
 
 def _configs() -> Mapping[str, Any]:
-    """Returns transformers' config classes by method. Importing them imports transformers' modeling code."""
+    """Returns transformers' config classes by method.
+
+    The import of these classes imports transformers' modeling code.
+    """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     configs: Mapping[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -96,7 +99,7 @@ def _require(method: str) -> None:
 def _torchao_type(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Reads a torchao config.
 
-    The value is a class name, a name with arguments, or in transformers' format (``default``).
+    The config is given as a class name, as a name with arguments, or in transformers' format (``default``).
     """
     from torchao import quantization
     from torchao.core.config import AOBaseConfig, config_from_dict

@@ -133,8 +133,8 @@ class KernelDrawCall(Structure):
 class KernelPagesCall(Structure):
     """One attention call: the queries [tokens, heads, key dim], the output, the pages of a layer, and the block tables.
 
-    ``starts`` has the number of each sequence's tokens in the pages before the step; ``ends`` says where the queries of
-    each sequence begin. Strides are in elements.
+    ``starts`` has the number of each sequence's tokens in the pages before the step. ``ends`` has, for each sequence,
+    the index of its first query, and at the end the number of queries. Strides are in elements.
     """
 
     _fields_ = [
@@ -182,7 +182,7 @@ _WORK = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Returns the library, with the types of its functions declared. Raises NoKernels.
+    """Returns the library, and declares the types of its functions. Raises NoKernels.
 
     A call releases the GIL while it runs. A failed call raises MemoryError, or RuntimeError with the message of the C++
     exception.

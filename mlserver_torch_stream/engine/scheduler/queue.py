@@ -171,7 +171,7 @@ class FairQueue:
             del self._backlog[request.input.client]
 
     def admit(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
-        """Removes and returns the first request that ``fits``.
+        """Removes and returns the first request for which ``fits`` returns True.
 
         Returns None if no request fits, or if an earlier request was overtaken too often.
         """

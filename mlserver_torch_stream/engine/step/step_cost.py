@@ -119,7 +119,7 @@ class StepCost:
 
     @property
     def per_row(self) -> float:
-        """Seconds that one more row adds; 0 before the first step without prompts."""
+        """The seconds that one more row adds; 0 before the first step without prompts."""
         line = self._rows
         if not line.weight:
             return 0.0

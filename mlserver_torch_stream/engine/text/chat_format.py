@@ -165,7 +165,7 @@ class CallNotation(Protocol):
     """One way to write tool calls."""
 
     def is_in(self, template: str) -> bool:
-        """Returns whether a chat template writes calls this way."""
+        """Returns whether a chat template writes calls in this format."""
 
     def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
         """Returns a parser that finds the calls in an answer."""

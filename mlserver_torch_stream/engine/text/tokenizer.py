@@ -144,7 +144,7 @@ class TextCodec:
         return self._token_bytes.of(token_id)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Returns the tokens as the vocabulary has them."""
+        """Returns the tokens as they are written in the vocabulary."""
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
