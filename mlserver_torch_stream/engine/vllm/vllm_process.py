@@ -1,4 +1,4 @@
-"""Starts vLLM's worker in its own interpreter, exchanges messages with it, and ends it with all its child processes."""
+"""Starts vLLM's worker in its own interpreter, exchanges messages with it, and ends it with all its descendants."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class VllmProcess:
     """A running worker. Any thread may call its methods; ``listen``'s callback runs on its reading thread.
 
     The child of this process is a subreaper, and the worker is the subreaper's child. When the connection closes (for
-    example, because this process is killed), the subreaper ends the worker and all its child processes, and removes
+    example, because this process is killed), the subreaper ends the worker and all its descendants, and removes
     what they leave behind.
     """
 
@@ -213,7 +213,7 @@ class VllmProcess:
         return taken
 
     def kill(self, why: str | None = None) -> None:
-        """Ends the worker with all its child processes. ``why`` is the reason that readers of its streams get."""
+        """Ends the worker with all its descendants. ``why`` is the reason that readers of its streams get."""
         self._why = self._why or why
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -278,7 +278,7 @@ class VllmProcess:
             answer.set_exception(LoadFailed(str(header["error"])))
 
     def _end(self, why: str | None) -> None:
-        """Ends the process with all its child processes, and wakes all waiting callers."""
+        """Ends the process with all its descendants, and wakes all waiting callers."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         try:
