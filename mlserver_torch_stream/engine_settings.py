@@ -1,5 +1,6 @@
-"""Defines the keys of ``parameters.extra``, with types, bounds and defaults. The table in docs/settings.md is made from
-this file.
+"""Defines the keys of ``parameters.extra``, with types, bounds and defaults.
+
+The table in docs/settings.md is made from this file.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ _PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # values of vLLM's ``load_for
 class EngineSettings(BaseModel):
     """The keys of ``parameters.extra``.
 
-    The defaults do not depend on the host: where a value is None, the loader or the engine chooses one and logs it when
-    the model loads.
+    The defaults do not depend on the host: where a value is None, the loader or the engine chooses a value and logs it
+    when the model loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -211,14 +212,15 @@ class EngineSettings(BaseModel):
     ([engines.md](engines.md#adapters))."""
 
     def on_gpus(self) -> EngineSettings:
-        """Returns the settings with the defaults for GPUs, which need more tokens in a step to be used well."""
+        """Returns the settings with the defaults for GPUs: a GPU needs more tokens in a step to be well utilised."""
         defaults = {key: value for key, value in _GPU_DEFAULTS.items() if key not in self.model_fields_set}
         return self.model_copy(update=defaults)
 
     @property
     def fits_cpu_kernels(self) -> bool:
-        """Whether the settings allow our own CPU kernels. If ``device_map`` is None, the kernels also require a host
-        without a GPU.
+        """Whether the settings allow our own CPU kernels.
+
+        If ``device_map`` is None, the kernels also require a host without a GPU.
         """
         free = (self.quantization_config, self.max_memory, self.offload_folder, self.attn_implementation)
         return (

@@ -1,4 +1,4 @@
-"""Defines the interface of an engine: submit requests, read the events of their mailbox, close the mailbox.
+"""Defines the interface of an engine: a caller submits requests, reads events from their mailbox and closes it.
 
 This module does not import torch, so code outside the engine can import it.
 """
@@ -25,14 +25,14 @@ DEFAULT_PRIORITY = 100
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One prompt and its ``sampling.n`` sequences, which have indices from ``first_index`` on.
+    """One prompt and its ``sampling.n`` sequences, whose indices start at ``first_index``.
 
-    The engine keeps the object and changes it, so submit it only once. The prompt of an ``open`` request is not
-    complete yet; ``Mailbox.seal`` sets the whole prompt and queues the request. The scheduler admits requests with
-    a lower ``priority`` number first. The more waiting requests a ``client`` has, the later its next request is
-    admitted. If the sequences have not ended ``timeout_s`` seconds after the submit, they end with the tokens generated
-    so far. Each answer matches the ``constraint``, which does not apply to the prompt. ``answer`` says how an answer is
-    divided into text, reasoning and tool calls; None means that all of it is text. The text of each answer begins with
+    The engine keeps and changes the object, so submit each object only once. The prompt of an ``open`` request is not
+    complete yet; ``Mailbox.seal`` sets the whole prompt and queues the request. The scheduler admits requests with a
+    lower ``priority`` number first. The more waiting requests a ``client`` has, the later its next request is admitted.
+    If the sequences have not ended ``timeout_s`` seconds after the submit, they end with the tokens generated so far.
+    Each answer matches the ``constraint``, which does not apply to the prompt. ``answer`` says how an answer is divided
+    into text, reasoning and tool calls; None means that the whole answer is text. The text of each answer begins with
     ``prompt_text``. ``adapter`` names the LoRA adapter to generate with.
     """
 
@@ -85,15 +85,15 @@ class EngineStats(EngineCounters):
     prefix_cache_bytes: int = 0  # the size of the pages that only the prefix cache holds
 
     def counting_on(self, before: EngineStats) -> EngineStats:
-        """Returns these stats plus the counters of ``before``, the last stats of the batcher that was replaced."""
+        """Adds the counters of ``before``, the last stats of a batcher that was replaced, and returns the sums."""
         return replace(self, **{name: getattr(self, name) + getattr(before, name) for name in COUNTERS})
 
 
 class StreamObserver(Protocol):
-    """Observes how a stream's reader takes events."""
+    """Observes how the reader of a stream receives its events."""
 
     def event(self, event: TokenEvent) -> None:
-        """Called for every event that the reader takes, so it must be cheap."""
+        """Called for every event that the reader receives, so the method must be cheap."""
 
     def closed(self) -> None:
         """Called when the reader has closed the stream; no further events are read."""
@@ -101,7 +101,7 @@ class StreamObserver(Protocol):
 
 @dataclass(slots=True)
 class Delivered:
-    """Summarises the events of one sequence that were delivered."""
+    """Summarises the delivered events of one sequence."""
 
     tokens: int = 0
     first_at: float | None = None
@@ -117,11 +117,11 @@ class Delivered:
 
 
 class Mailbox:
-    """The stream of the events of one submit, in order within each sequence; it ends after the last of all sequences.
+    """The stream of the events of one submit; the events of each sequence are in order.
 
-    The engine never waits for a reader. A slow reader gets fewer and larger events, each of at most ``MAX_PER_EVENT``
-    characters, and its mailbox cannot grow beyond the length of its sequences. All methods run on the loop's
-    thread; the engine's thread reads only ``closed_at``.
+    The stream ends when all its sequences have ended. The engine never waits for a reader. A slow reader gets fewer and
+    larger events, each with at most ``MAX_PER_EVENT`` characters; its mailbox cannot grow beyond the length of its
+    sequences. All methods run on the loop's thread; the engine's thread reads only ``closed_at``.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sequences: int, on_close: Callable[[Mailbox], object]) -> None:
@@ -145,13 +145,13 @@ class Mailbox:
         self._observer = observer
 
     def delivered(self, index: int) -> Delivered:
-        """Returns a summary of the sequence's events that the reader has received."""
+        """Returns a summary of those events of a sequence that the reader has received."""
         return self._delivered[index]
 
     def deliver(self, event: TokenEvent) -> None:
         """Adds an event.
 
-        Events after a sequence's last event are dropped: the watchdog may have ended the sequence already.
+        Events after a sequence's last event are dropped, because the watchdog may already have ended the sequence.
         """
         delivered = self._delivered[event.index]
         if self.closed_at is not None or delivered.ended:
@@ -187,9 +187,9 @@ class Mailbox:
         return event
 
     def extend(self, prompt_ids: Sequence[int]) -> None:
-        """Announces further prompt ids of the stream's only request, which is open.
+        """Announces further prompt ids of the stream's only request, which must be open.
 
-        Raises InvalidInput once no prompt that begins with the announced ids could run.
+        Raises InvalidInput as soon as no prompt that begins with the announced ids could run.
         """
         self._feed(prompt_ids, whole=False)
 
@@ -207,7 +207,7 @@ class Mailbox:
     def close(self) -> None:
         """Cancels the sequences that still run.
 
-        The call does not block and may be repeated from any task, so make it in a ``finally``.
+        The call does not block and may be repeated from any task, so it belongs in a ``finally`` block.
         """
         if self.closed_at is not None:
             return
@@ -236,7 +236,7 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Queues requests whose events share one stream.
 
-        Raises QueueFull or NotServing, or InvalidInput if a prompt can never fit the context or the cache.
+        Raises QueueFull or NotServing. Raises InvalidInput if a prompt can never fit the context or the cache.
         """
 
     def stats(self) -> EngineStats:
@@ -244,7 +244,7 @@ class Engine(Protocol):
 
     @property
     def load(self) -> int:
-        """The number of waiting requests, plus prefilling requests, plus decoding sequences."""
+        """The sum of the waiting requests, the prefilling requests and the decoding sequences."""
 
     @property
     def alive(self) -> bool:
@@ -252,9 +252,9 @@ class Engine(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why new requests should go to another engine; None if this one is fine.
+        """Why new requests should go to another engine; None if this engine can accept them.
 
-        The reason is that the engine is dead, its step does not return, or another engine's step holds the device.
+        Possible reasons: the engine is dead, its step does not return, or another engine's step occupies the device.
         """
 
     @property
@@ -265,10 +265,13 @@ class Engine(Protocol):
         """Makes ``submit`` raise NotServing with the reason ``why`` from now on. Submitted requests go on."""
 
     def abort_all(self, why: str) -> None:
-        """Ends every stream with the text so far, the finish reason ``abort`` and an error that says ``why``."""
+        """Ends every stream.
+
+        Readers get the text so far, the finish reason ``abort`` and an error that says ``why``.
+        """
 
     def shutdown(self) -> None:
-        """Ends every stream with an error and joins the engine's thread. Blocks; call it off the loop."""
+        """Ends every stream with an error and joins the engine's thread. Blocks, so call it outside the event loop."""
 
 
 class AdapterSet(Protocol):

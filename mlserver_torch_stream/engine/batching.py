@@ -1,4 +1,4 @@
-"""Chooses the batcher of a loaded model: its KV cache and the bounds of its scheduler."""
+"""Chooses the batcher of a loaded model, with the size of its KV cache and the bounds of its scheduler."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SPECULATIVE = "parameters.extra.speculative"
 
 @dataclass(frozen=True, slots=True)
 class BatcherChoice:
-    """The batcher of a model: ``batcher`` is the first one, and ``make`` makes its replacements.
+    """A model's batcher: ``batcher`` is the first batcher, and ``make`` creates a replacement if a batcher dies.
 
     ``description`` is for the load summary.
     """
@@ -133,7 +133,7 @@ def _sizes(
 
 
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
-    """Returns why this model is served one request at a time; None if it is batched. Raises LoadFailed."""
+    """Returns why this model must be served one request at a time; None if it is batched. Raises LoadFailed."""
     problem, steady = prepared.findings.problem, steady_positions(loaded.model)
     if problem is None and steady is not None and loaded.max_model_len > steady:
         problem = f"its positions are rescaled beyond {steady} tokens"
@@ -161,7 +161,10 @@ def _batch_serially(
 def _limits(
     settings: EngineSettings, prepared: PreparedModel, spec: CacheSpec, size: CacheSize, chunk: int | None
 ) -> SchedulerLimits:
-    """Returns the scheduler's bounds. ``chunk`` is the most prompt tokens in a step; None means whole prompts."""
+    """Returns the scheduler's bounds.
+
+    ``chunk`` is the maximum number of prompt tokens in a step; None means whole prompts.
+    """
     findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
     packs = prepared.choice is not None and prepared.choice.forward.packs
     # A cached prefix is of no use to a model that computes prompts whole or keeps states.
@@ -180,7 +183,10 @@ def _limits(
 
 
 def _try_to_reserve(forward: LoadedForward, cache: PagedCache, host: Host) -> None:
-    """Allocates ``cache`` once to find out whether the system allows it. Raises LoadFailed if it does not."""
+    """Allocates ``cache`` once to find out whether the system has the memory.
+
+    Raises LoadFailed if the allocation fails.
+    """
     try:
         forward.reserve(cache)
     except MemoryError as error:

@@ -1,6 +1,6 @@
-"""Builds a running engine from settings, which several users can share: loads the model and starts its engine.
+"""Builds a running engine from settings: loads the model and starts its engine, which several users can share.
 
-The functions block for as long as loading takes: call them in a thread.
+The functions block until the model is loaded, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BuiltEngine:
         self.resources = resources
 
     def give_back(self) -> bool:
-        """Ends this user's share. Returns True for the engine's last user, who then has to shut the engine down."""
+        """Ends this user's share. Returns True to the last user of the engine, who then has to shut it down."""
         return self.lease.end()
 
     def shutdown(self) -> None:
@@ -44,7 +44,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Loads the model that the settings name and starts its engine. Raises LoadFailed with one line that says why.
 
-    A cancelled load raises WorkCancelled after it has freed its memory.
+    A cancelled load frees its memory and raises WorkCancelled.
 
     Engines share weights that are already loaded. The same ``owner`` with the same settings gets the same engine.
     """
@@ -78,7 +78,7 @@ def _load(
 
 
 def _runner(resolved: ResolvedSettings) -> Callable[..., RunningEngine]:
-    """Imports and returns the function that runs the model. For vLLM, torch is not imported."""
+    """Imports and returns the function that runs the model. If vLLM runs the model, torch is not imported."""
     if resolved.settings.vllm is not None:
         from mlserver_torch_stream.engine.vllm.vllm_engine import run_vllm
 
@@ -89,7 +89,7 @@ def _runner(resolved: ResolvedSettings) -> Callable[..., RunningEngine]:
 
 
 def reclaim_memory() -> None:
-    """Frees what ended loads and engines leave behind: modules in reference cycles, free heap and CUDA blocks."""
+    """Frees what loads and engines have left behind: modules in reference cycles, free heap and CUDA blocks."""
     gc.collect()
     if "torch" in sys.modules:  # it is not where vLLM runs all models
         _reclaim_cuda_memory()

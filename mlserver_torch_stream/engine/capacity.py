@@ -1,22 +1,22 @@
-"""Plans a model on a device: how large it is, according to its config and files, how many streams fit, and their speed.
+"""Plans a model on a device without loading weights: the model's size, how many streams fit, and how fast they are.
 
-Memory sizes are what the engine allocates. Speeds are upper bounds that no engine reaches.
+Sizes are read from the model's config and files. Memory sizes are what the engine allocates. Speeds are upper bounds
+that no engine reaches.
 
-Speeds are without sparsity. A data sheet's GB count as 10^9 bytes; drivers report up to 7 % more (85.5 for the 80 of an
-H100, 24.15 for the 24 of L4 and A10).
+Speeds are without sparsity. A GB in a data sheet counts as 10^9 bytes; drivers report up to 7 % more (85.5 GB for an
+H100 with 80 GB, 24.15 GB for an L4 or A10 with 24 GB).
 
-Checked on 2026-11-22. These devices' numbers do not come from the vendor's own page, or need a remark:
+Checked on 2026-11-22. The numbers of these devices are not from the vendor's own page, or need a remark:
 
-- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G in clouds is a different chip.
-- H100 PCIe: 1,513 with sparsity, half of it without, 80 GB, "greater than 2,000 GB/s", in the H100 data sheet as
-  hpctech.co.jp has it and in the product brief PB-11133.
-- RTX 4090: 165.2 with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
-- B200: 2,250 at 1,000 W in table 3 of the Blackwell architecture's technical brief, which says 8 TB/s. Boards have
-  180 GB; their driver reports 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002): 7.67 TB/s.
+- A10: 125 TFLOP/s in bf16 and 600 GB/s, in NVIDIA's a10-datasheet.pdf. The A10G that clouds offer is a different chip.
+- H100 PCIe: 1,513 TFLOP/s with sparsity (half as many without), 80 GB and "greater than 2,000 GB/s", in the copy of the
+  H100 data sheet at hpctech.co.jp and in the product brief PB-11133.
+- RTX 4090: 165.2 TFLOP/s with sums in float32 and 1,008 GB/s, in nvidia-ada-gpu-architecture.pdf.
+- B200: 2,250 TFLOP/s at 1,000 W and 8 TB/s, in table 3 of the Blackwell architecture's technical brief. Boards have 180
+  GB; their driver reports a bus of 7,680 bits at 3,996 MHz (pytorch/ao, pull request 4002), which is 7.67 TB/s.
 
-Plans without loading weights.
-
-The model is made on torch's ``meta`` device, where tensors have only shapes, and computes three tokens there.
+The model is created on torch's ``meta`` device, where tensors have shapes but no values, and computes three tokens
+there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _MAX_RANKS = 64
 class ModelSize:
     """The size of a model.
 
-    ``experts`` of the ``parameters`` belong to experts, of which a token uses the share ``expert_share``.
+    ``experts`` is how many of the ``parameters`` belong to experts; a token uses the share ``expert_share`` of these.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class ModelSize:
     def read_per_step(self, sequences: int) -> float:
         """Returns the bytes of weights that a decode step reads.
 
-        Each sequence is assumed to use random experts, so a step with more sequences reads more experts.
+        Each sequence is assumed to use random experts, so a step reads more experts if it has more sequences.
         """
         used = 1 - (1 - self.expert_share) ** sequences if self.experts else 0.0
         return (self.parameters - self.unread - self.experts * (1 - used)) * self.element
@@ -219,7 +219,7 @@ def _ranks(config: Any) -> tuple[int, ...]:
 
 
 def _first_count(config: Any, *keys: str) -> int:
-    """Returns the value of the first of these fields that is a number above 0; 0 if there is none."""
+    """Returns the first value above 0 among these fields of the config; 0 if no field has such a value."""
     values = (getattr(config, key, 0) for key in keys)
     return next((value for value in values if isinstance(value, int) and value), 0)
 
@@ -248,9 +248,9 @@ class CapacityPlan:
 def plan_model(
     size: ModelSize, device: DeviceSpec, context: int, most_devices: int, *, on_host: bool
 ) -> list[CapacityPlan]:
-    """Returns a plan for each number of ranks, up to ``most_devices``, over which the model can be split.
+    """Returns a plan for each number of ranks up to ``most_devices`` that the model can be split over.
 
-    ``on_host`` means that the device is this machine's CPU. Several ranks would share its memory, so only one rank is
+    ``on_host`` means that the device is this machine's CPU. Several ranks would share this memory, so only one rank is
     planned.
     """
     share = KV_SHARE if on_host else GPU_CACHE_SHARE
@@ -290,7 +290,7 @@ def _streams(size: ModelSize, ranks: int, cache: int, context: int) -> int:
 
 
 def _decode(size: ModelSize, device: DeviceSpec, ranks: int, context: int, sequences: int) -> float:
-    """Returns tokens per second, limited by reading all weights and caches in each step, and by the multiplications."""
+    """Returns tokens per second: the lower of the limits from memory reads (weights and caches) and multiplications."""
     seconds = (size.read_per_step(sequences) + sequences * size.spec.live_bytes(context)) / (ranks * device.bandwidth)
     if device.flops is not None:
         seconds = max(seconds, sequences * 2 * size.active / (ranks * device.flops))

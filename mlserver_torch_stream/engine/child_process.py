@@ -1,7 +1,7 @@
-"""Runs a function during a load in a process of its own, whose imports and memory are freed when it ends.
+"""Runs a function in a separate process during a load; the end of the process frees its imports and memory.
 
-transformers' modeling code takes 105 MB. A server that computes with our own kernels needs it only to convert a GGUF
-file, and to check a load that was not checked by an earlier start.
+The modeling code of transformers alone takes 105 MB. A server that computes with our own kernels needs this code only
+to convert a GGUF file, and to check a load that no earlier start has checked.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _PR_SET_PDEATHSIG = 1
 def in_process(function: Callable[..., T], *args: object) -> T:
     """Calls ``function(*args)`` in another process. Returns the function's result, or raises its error. Blocks.
 
-    The function, its arguments and its result must be picklable. What the package logs in the other process is logged
-    in this one. An error other than LoadFailed has its traceback in the other process as its cause. Raises LoadFailed
-    if the process cannot be started or ends early, for example because it is killed. If the load is cancelled, the
-    process is killed.
+    The function, its arguments and its result must be picklable. What the package logs in the other process appears in
+    this process's log. The cause of an error other than LoadFailed is its traceback in the other process. Raises
+    LoadFailed if the process cannot be started or ends early, for example because it is killed. If the load is
+    cancelled, the process is killed.
     """
     process = _start()
     with cancellation().interrupted_by(process.kill), process:
@@ -111,11 +111,11 @@ def how_it_ended(status: int) -> str:
 
 
 def die_with(parent: int) -> None:
-    """Ends this process when ``parent`` ends, for whatever reason.
+    """Ends this process when ``parent`` ends for any reason.
 
-    On Linux the kernel kills this process, even if it hangs, unless the parent had ended before this call. Other
-    systems have no such signal. So a thread also reads stdin, which is a pipe that closes when the parent ends and to
-    which nothing is written.
+    On Linux, the parent's end makes the kernel kill this process, even if it hangs, unless the parent had already ended
+    before this call. Other systems have no such signal. So a thread also reads stdin, a pipe that closes when the
+    parent ends; nothing is ever written to it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

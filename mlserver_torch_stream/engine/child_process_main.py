@@ -1,7 +1,7 @@
 """The process that ``child_process`` starts: it calls one function.
 
-The process reads the function and its arguments as a pickle from stdin, and sends log lines and the result to its
-parent as pickles on a pipe. It ends when its parent ends.
+It reads the function and its arguments as a pickle from stdin, and sends log lines and the result to its parent as
+pickles over a pipe. It ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class ParentChannel(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the process. ``argv`` has the pipe to the parent, the parent's process id, and the parent's log level."""
+    """Runs the process.
+
+    ``argv`` contains the pipe to the parent, the parent's process id and the parent's log level.
+    """
     pipe, parent, level = argv
     # The parent gets these signals too, and this process ends with it.
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -68,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _as_it_arrives(error: Exception) -> Exception:
-    """Returns the error, or one with the same text if it cannot be pickled."""
+    """Returns the error, or, if it cannot be pickled, another error with the same text."""
     try:
         arrives: Exception = pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Reads a model's config: the declared fields, rope parameters, lengths, and the maximum position."""
+"""Reads a model's config: its declared fields, rope parameters, lengths and maximum position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_LENGTH = re.compile(r"layers|pattern|^num_|^use_")
 
 
 def read_config(name: str, location: str, gguf_file: Path | None = None, **options: Any) -> Any:
-    """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, in which ``name`` names the model."""
+    """Reads the config of a folder, a hub id or a GGUF file. Raises LoadFailed, whose text calls the model ``name``."""
     if gguf_file is None and not os.path.isdir(location):
         check_hub(location, options.get("revision"))
     try:
@@ -41,8 +41,8 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
 def check_hub(hub_id: str, revision: str | None) -> None:
     """Raises LoadFailed if the hub cannot be reached and the model is not in its cache.
 
-    huggingface_hub would try for half a minute for each of several files. Behind a proxy only huggingface_hub itself
-    can check.
+    huggingface_hub itself would try for half a minute, for each of several files. Behind a proxy only huggingface_hub
+    itself can check.
     """
     from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache  # here: its httpx takes memory
     from huggingface_hub.errors import HFValidationError
@@ -64,14 +64,14 @@ def check_hub(hub_id: str, revision: str | None) -> None:
 
 
 def plain_config(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns these fields as a plain config: a model family's own class would import transformers' modeling code."""
+    """Returns these fields as a plain config: a family's own config class would import transformers' modeling code."""
     config = PreTrainedConfig()
     vars(config).update(values)
     return config
 
 
 def declared_fields(config_class: type) -> list[str]:
-    """Returns the fields of a dataclass, which transformers' own configs are, or else the arguments of ``__init__``."""
+    """Returns the fields of a dataclass, such as transformers' own configs, or else the arguments of ``__init__``."""
     names = [each.name for each in fields(config_class)] if is_dataclass(config_class) else []
     for each in config_class.__mro__:
         if "__init__" in vars(each) and issubclass(each, PreTrainedConfig):
@@ -85,7 +85,7 @@ def declared_fields(config_class: type) -> list[str]:
 
 
 def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the items of the rope parameters: of one rope, or of one for each kind of layer."""
+    """Yields the items of the rope parameters of one rope, or of several ropes if each kind of layer has its own."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(config, name, None)
         if isinstance(rope, Mapping):
@@ -93,14 +93,14 @@ def rope_keys(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_lengths(config: Any) -> set[int]:
-    """Returns the lengths, in tokens, that occur in a decoder's config, for any of its layers."""
+    """Returns all lengths in tokens that a decoder's config has for any of its layers."""
     names = declared_fields(type(config))
     values = [(name, getattr(layer, name, None)) for layer in layer_configs(config) for name in names]
     return {length for name, value in (*values, *rope_keys(config)) for length in _lengths(name, value)}
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Returns the config of each layer if layers differ, as in Gemma 4, and the model's config otherwise.
+    """Returns the config of each layer if layers differ, as in Gemma 4; otherwise returns the model's config.
 
     If layers differ, some fields have no value in the model's config, and reading them raises an error.
     """
@@ -143,7 +143,7 @@ def max_model_len(model: Any, setting: int | None) -> int:
 
 
 def comparable_context(model: Any) -> int:
-    """Returns the maximum length that a sequence in a batch can reach, whatever the settings say."""
+    """Returns the maximum length of a sequence in a batch, independently of the settings."""
     limits = (_own_limit(model.config), steady_positions(model))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED_CONTEXT)
 
@@ -156,10 +156,11 @@ def _own_limit(config: Any) -> int | None:
 
 
 def steady_positions(model: Any) -> int | None:
-    """Returns the length up to which a position's embedding depends only on the position; None if it always does.
+    """Returns the length up to which a position's embedding depends only on the position; None if there is no limit.
 
-    Beyond that length transformers scales the positions ("longrope") of all rows of a call according to the longest
-    row, but not those of tokens that are already in the cache. So batches and chunked prefill would give wrong tokens.
+    Beyond that length, transformers scales the positions of all rows in a call by the length of the longest row
+    ("longrope"), but tokens that are already in the cache keep the old scale. So batches and chunked prefill would give
+    wrong tokens.
     """
     return _first_length([rope for rope in _long_ropes(model.config) if rope["short_factor"] != rope["long_factor"]])
 

@@ -47,7 +47,7 @@ class Inbox:
         self._closed = False
 
     def post(self, action: Callable[[], None]) -> bool:
-        """Returns False if the inbox is closed: the action will not run."""
+        """Returns False if the inbox is closed, so that the action will not run."""
         with self._close_lock:
             if self._closed:
                 return False
@@ -77,9 +77,9 @@ class EngineCore:
 
     ``rebuild`` makes a new batcher after an error has ended the engine's thread. Without ``rebuild``, or after too many
     such errors, the engine stays dead and its thread calls ``on_death``. Each event has at least ``stream_interval``
-    tokens, except the first and the last event of a sequence. ``context`` makes the context manager within which the
-    thread steps the batcher. ``fair_lock`` is None for an engine that shares its device with no other engine. While a
-    step does not return, the watchdog enforces the deadlines of requests; in the end it abandons the thread.
+    tokens, except the first and the last event of a sequence. ``context`` returns a context manager, within which the
+    thread steps the batcher. ``fair_lock`` is None if no other engine uses the same device. While a step does not
+    return, the watchdog enforces the deadlines of requests; in the end it abandons the thread.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class EngineCore:
 
     @property
     def overdue(self) -> str | None:
-        """Returns a description of this engine's step if it has not returned in time; None otherwise."""
+        """Describes this engine's step if it has not returned in time; otherwise returns None."""
         return trouble(self.works(), self._queue_limits, time.monotonic())
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
@@ -187,7 +187,10 @@ class EngineCore:
         return self._inbox.post(lambda: self._accept(mailbox, requests))
 
     def _prompt_feeder(self, open_request: EngineRequest) -> Callable[[Mailbox, Sequence[int], bool], None]:
-        """Returns the function that receives an open request's prompt ids, and queues the request once it is whole."""
+        """Returns a function that receives an open request's prompt ids.
+
+        It queues the request once the prompt is whole.
+        """
         known = len(open_request.prompt_ids)
 
         def feed(mailbox: Mailbox, prompt_ids: Sequence[int], whole: bool) -> None:
@@ -302,7 +305,7 @@ class EngineCore:
         self._end(end.requests, end.reason, end.error)
 
     def _end(self, requests: Sequence[RequestState], reason: FinishReason, error: Exception | None) -> None:
-        """Ends requests, which keep the text generated so far.
+        """Ends requests; their answers keep the text generated so far.
 
         If the engine died before it could deliver the last event of an ended sequence, that event is delivered here.
         """
@@ -324,7 +327,7 @@ class EngineCore:
     def _run_until_death(self) -> BaseException | None:
         """Returns the error that ended the loop; None after a shutdown, or if the watchdog has abandoned the thread.
 
-        The error has no traceback, because its frames would keep the dead batcher and its cache alive.
+        The traceback is removed from the error, because its frames would keep the dead batcher and its cache alive.
         """
         try:
             with self._context():
@@ -376,12 +379,15 @@ class EngineCore:
             self._report_death(error)
 
     def _end_of_death(self, error: BaseException, *, last: bool = False) -> None:
-        """Ends every stream with the error. With ``last`` the inbox is closed and takes in nothing later."""
+        """Ends every stream with the error. With ``last`` the inbox is closed and accepts no further actions."""
         self._inbox.take_in(last=last)
         self._end_all(FinishReason.ERROR, GenerationFailed(f"the engine died: {in_short(error)}"))
 
     def _mark_dead(self, error: BaseException) -> bool:
-        """Marks the engine dead. Returns True only to the first caller: the engine's thread or the watchdog."""
+        """Marks the engine dead.
+
+        Returns True only to the first caller, which is the engine's thread or the watchdog.
+        """
         with self._death_lock:
             if self._dead is not None:
                 return False
@@ -450,7 +456,10 @@ class EngineCore:
 
 
 def _post_events(sequences: Sequence[SequenceState]) -> None:
-    """Posts the new events of the sequences, on the engine's thread, which owns them. Each loop is woken up once."""
+    """Posts the new events of the sequences.
+
+    Runs on the engine's thread, which owns the sequences. Each loop is woken up once.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, TokenEvent]]] = {}
     for sequence in sequences:
         if events := sequence.take_events():

@@ -1,4 +1,4 @@
-"""Checks devices with their own memory, copies tensors to and from them, and finds where modules run."""
+"""Checks GPUs, copies tensors to and from devices, and finds out on which device a module runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
-    """Raises the device's error if a device is lost: after an illegal memory access every CUDA call returns that error.
+    """Raises a device's error if the device is lost: after an illegal memory access every CUDA call returns that error.
 
     The check allocates nothing, because a device without free memory is not lost.
     """
@@ -23,7 +23,10 @@ def check_devices(devices: Iterable[torch.device]) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the free bytes of a GPU. First frees the blocks that torch's allocator kept from the checks at load."""
+    """Returns the free bytes of a GPU.
+
+    First frees the blocks that torch's allocator has kept since the checks at load.
+    """
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
@@ -68,21 +71,24 @@ def execution_device(module: nn.Module) -> str | int | torch.device | None:
 
 
 def computing_device(module: nn.Module, place: str | int | torch.device) -> str:
-    """Returns the name of the device that computes a module that a device map puts at ``place``.
+    """Returns the name of the device that computes a module, if a device map puts the module at ``place``.
 
-    Hooks move offloaded weights to a GPU, or to the CPU if there is none.
+    Hooks move offloaded weights to a GPU if there is one, otherwise to the CPU.
     """
     device = execution_device(module) if str(place) in ("cpu", "disk") else None
     return device_name(place if device is None else device)
 
 
 def input_device(model: transformers.PreTrainedModel) -> torch.device:
-    """Returns the device on which a model expects token ids, which only a hook knows for an offloaded embedding."""
+    """Returns the device on which a model expects token ids.
+
+    For an offloaded embedding, only a hook knows this device.
+    """
     return weight_device(model.get_input_embeddings(), torch.device("cpu"))
 
 
 def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.device:
-    """Returns the device that uses a module's weight; ``otherwise`` if there is no weight or the device is unknown."""
+    """Returns the device that uses a module's weight, or ``otherwise`` without a weight or a known device."""
     weight = getattr(module, "weight", None)
     if module is None or not isinstance(weight, torch.Tensor):
         return otherwise
@@ -93,14 +99,14 @@ def weight_device(module: nn.Module | None, otherwise: torch.device) -> torch.de
 
 
 def device_types(model: transformers.PreTrainedModel) -> set[str]:
-    """Returns the types of the devices that have a model's weights, and of the one that gets its token ids."""
+    """Returns the types of the devices that have a model's weights, and of the device that receives its token ids."""
     return {input_device(model).type, *(parameter.device.type for parameter in model.parameters())}
 
 
 def plain_forward(model: transformers.PreTrainedModel) -> Callable[..., Any]:
     """Returns the model without accelerate's outermost hook, which copies the output to the device of the input.
 
-    Between GPUs that copy waits for all work queued on either GPU, including the work of other batches.
+    Such a copy between GPUs waits for all work that is queued on either GPU, including the work of other batches.
     """
     hook = getattr(model, "_hf_hook", None)
     fetches = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))

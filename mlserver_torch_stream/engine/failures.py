@@ -1,6 +1,6 @@
-"""Describes exceptions of a model or a device: clients get only the kind, the log and load errors get the text.
+"""Describes exceptions of a model or a device: clients see only the kind of error; the log also has the text.
 
-Clients do not get the text, because it can contain paths, addresses of machines or a part of another prompt.
+Clients do not see the text, because it can contain paths, addresses of machines or a part of another prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def in_short(error: BaseException) -> str:
 def log_failure(what: str, error: Exception) -> GenerationFailed:
     """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
-    A ``GenerationFailed``, which a constraint can raise, is returned unchanged: its text is written for the client.
+    A ``GenerationFailed``, such as a constraint can raise, is returned unchanged, because its text is written for the
+    client.
     """
     if isinstance(error, GenerationFailed):
         failure = error
@@ -51,8 +52,8 @@ def log_failure(what: str, error: Exception) -> GenerationFailed:
 def drop_tracebacks(error: BaseException) -> None:
     """Removes the tracebacks of an error and of the errors that led to it.
 
-    The frames of a traceback refer to sequences. A frame that also refers to the error is part of a reference cycle,
-    which keeps the sequences until a garbage collection.
+    The frames of a traceback refer to sequences. If a frame also refers to the error, there is a reference cycle, which
+    keeps the sequences alive until the next garbage collection.
     """
     chain = [error]
     for each in chain:
@@ -65,11 +66,11 @@ class Unsuitable(Exception):
 
 
 class UnsupportedLayout(Unsuitable):
-    """The model is not a decoder of the Llama layout, the only one that our own kernels run."""
+    """The model is not a decoder of the Llama layout, the only layout that our own kernels support."""
 
 
 class NotPacked(Unsuitable):
-    """A file's weights cannot be kept packed here; the message says why in one line."""
+    """Weights of a file cannot be kept packed here; the message says why in one line."""
 
 
 def in_a_line(error: Exception) -> str:

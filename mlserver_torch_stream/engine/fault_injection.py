@@ -1,6 +1,6 @@
-"""Injects faults for tests of a real server: a forward fails at a chosen call.
+"""Injects faults for tests of a real server, so that a chosen call of the forward fails.
 
-Only an environment variable turns fault injection on, and then the load logs a warning.
+Fault injection is switched on only by an environment variable; the load then logs a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _FORM = re.compile(r"(?P<phase>prefill|decode):(?P<call>\d+):(?P<kind>raise|oom|
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """A fault at the ``call``-th forward of a phase; the first is 1. ``slow`` also applies to every later forward."""
+    """A fault in one forward of a phase: number ``call``, counted from 1.
+
+    ``slow`` also applies to every later forward.
+    """
 
     phase: str
     call: int
@@ -50,8 +53,8 @@ def read_faults(environ: Mapping[str, str]) -> tuple[InjectedFault, ...]:
 class FaultyForward:
     """A forward with faults. A batch with prompts and decoding sequences counts as a call in both phases.
 
-    ``raise`` raises an exception, ``oom`` torch's out-of-memory error, ``death`` ends the engine's thread. ``nan`` sets
-    the logits of the phase's first row to NaN. ``slow`` sleeps for that many seconds.
+    ``raise`` raises an exception, ``oom`` raises torch's out-of-memory error, and ``death`` ends the engine's thread.
+    ``nan`` sets the logits of the phase's first row to NaN. ``slow`` sleeps for that many seconds.
     """
 
     def __init__(self, faults: Sequence[InjectedFault], forward: Forward) -> None:
@@ -82,5 +85,8 @@ class FaultyForward:
 
 
 def _phase(sequence: BatchSequence) -> str:
-    """Returns the phase. A decoding sequence has one new token and perhaps drafts, whose logits are wanted too."""
+    """Returns the phase.
+
+    A decoding sequence has one new token and perhaps drafts; logits are wanted for all of them.
+    """
     return "decode" if sequence.start > 0 and sequence.count == max(1, sequence.wanted) else "prefill"

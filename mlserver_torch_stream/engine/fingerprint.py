@@ -1,6 +1,6 @@
 """Makes keys that distinguish loaded weights, and checksums that distinguish files.
 
-In a key, a file is identified by its name, size and time, because hashing forty gigabytes takes a minute.
+Keys identify a file by its name, size and time, because it takes a minute to hash 40 GB.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHAPING = {
 
 
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
-    """Returns a key that is equal for settings that can share one copy of the weights in memory.
+    """Returns a key for settings. Settings with the same key can share one copy of the weights in memory.
 
-    Unless the engine is serial, the key includes the number of threads, because our own kernels are prepared for it.
-    The key does not include ``max_num_seqs``, because each engine has its own cache.
+    Unless the engine is serial, the key includes the number of threads, because our own kernels are prepared for that
+    number. The key does not include ``max_num_seqs``, because each engine has its own cache.
     """
     settings, source = resolved.settings, resolved.source
     serial = settings.engine == "serial"
@@ -52,7 +52,7 @@ def shaping_settings(resolved: ResolvedSettings) -> str:
 
 
 def length_setting(resolved: ResolvedSettings, location: str) -> int | None:
-    """Returns ``max_model_len`` if the positions of the model at ``location`` may depend on it, else None.
+    """Returns ``max_model_len`` if the model at ``location`` may compute positions differently for it, else None.
 
     ``location`` is a folder or a hub id, or empty for a GGUF file that is not converted. Raises LoadFailed if the hub
     cannot be reached.
@@ -68,7 +68,7 @@ def length_setting(resolved: ResolvedSettings, location: str) -> int | None:
 
 
 def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hashable:
-    """Returns the name, size and time of each of a model's files, or of the files in another ``folder``."""
+    """Returns the name, size and time of each file of a model, or of each file in another ``folder``."""
     if folder is not None:
         return _folder(str(folder))
     source = resolved.source
@@ -80,7 +80,10 @@ def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hasha
 
 
 def weights_folder(resolved: ResolvedSettings, location: str) -> Path:
-    """Returns the folder of a model's files: ``location``, or its folder in the hub's cache. Raises LoadFailed."""
+    """Returns the folder of a model's files: ``location`` itself, or, for a hub id, a folder in the hub's cache.
+
+    Raises LoadFailed.
+    """
     if resolved.source.kind != "hub":
         return Path(location)
     return Path(_snapshot(resolved.source.location, resolved.settings.revision) or location)
@@ -101,7 +104,7 @@ def _stamp(path: Path) -> tuple[str, int, int]:
 
 
 def _snapshot(hub_id: str, revision: str | None) -> str | None:
-    """Returns the folder, named after the commit, of the snapshot that a load would use now.
+    """Returns the folder of the snapshot that a load would use now; it is named after the commit.
 
     Raises LoadFailed if the hub cannot be reached.
     """
@@ -120,7 +123,7 @@ _SAMPLE_BYTES = 4096
 def checksum(path: Path) -> str:
     """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError.
 
-    For a file of up to 1 MiB the samples cover all bytes. Reading every byte of 40 GB would take a minute. Samples
+    For a file of up to 1 MiB the samples cover all bytes. It would take a minute to read every byte of 40 GB. Samples
     detect truncated files, files that end in zeros after a power cut, and fine-tuned weights, which differ everywhere.
     Samples can miss a single wrong byte of a large file.
     """
@@ -134,7 +137,7 @@ def checksum(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk, before a rename makes the new files valid."""
+    """Flushes a file, or a folder's list of names, to the disk. Call this before a rename makes the new files valid."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Keeps small files in the cache folder. Files that are truncated, or that another user can write, are not used.
+"""Keeps small files in the cache folder. Files that are truncated or that another user can write are not used.
 
 The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way, because
 the server executes the kernels and trusts the records.
@@ -22,9 +22,9 @@ _READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 
 
 def keep(made: Path, folder: Path, stem: str) -> Path | None:
-    """Moves a file within its file system to the place where ``kept_files`` finds it, and returns the new path.
+    """Moves a file to where ``kept_files`` finds it, within the same file system, and returns the new path.
 
-    If the folder cannot be written, logs one warning and returns None.
+    If the folder is not writable, logs one warning and returns None.
     """
     target = folder / f"{stem}-{checksum(made)}{made.suffix}"
     try:
@@ -41,7 +41,7 @@ def keep(made: Path, folder: Path, stem: str) -> Path | None:
 def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
     """Yields the files of this pattern that can be trusted, and removes damaged ones.
 
-    A file that another user owns or can write is not used, and not removed either.
+    Files that another user owns or can write are neither used nor removed.
     """
     for path in sorted(folder.glob(pattern)):
         try:
@@ -60,7 +60,10 @@ def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def foreign(path: Path) -> str | None:
-    """Returns why other users may have written a file; None if only this user or root can. Raises OSError."""
+    """Returns why other users may have written a file; None if only this user or root can have written it.
+
+    Raises OSError.
+    """
     status, folder = path.lstat(), path.parent.stat()
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"

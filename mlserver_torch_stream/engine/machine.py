@@ -1,6 +1,6 @@
 """Reads how many cores and how much memory this process may use, and returns free memory to the system.
 
-Trimming the heap returned 80 of the 841 MiB of a process that had loaded SmolLM2 (measured on 2026-11-21).
+In a process that had loaded SmolLM2, trimming the heap returned 80 of 841 MiB (measured on 2026-11-21).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The cores and the memory that this process may use, and where each number comes from."""
+    """The number of cores and the memory that this process may use, and the source of each number."""
 
     threads: int
     available_bytes: int
@@ -115,10 +115,10 @@ def _rlimits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[Path]:
-    """Returns this process's cgroup, of v2 or else of the v1 controller, and all its ancestors; each can set a limit.
+    """Returns this process's cgroup (v2, or else the v1 controller's) and its ancestors, because each can set a limit.
 
     In a container the path in ``/proc/self/cgroup`` is often the host's and does not exist below the mount. In that
-    case the root of the mount is the container's own group.
+    case the root of the mount is the container's own cgroup.
     """
     mount = root / "sys/fs/cgroup"
     paths = {"": "/", controller: "/"}

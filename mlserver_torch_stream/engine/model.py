@@ -1,6 +1,6 @@
-"""Loads a model and prepares it for an engine, in this process alone or on all ranks at once.
+"""Loads a model and prepares it for an engine, either in this process or on all ranks at once.
 
-The functions block for as long as loading takes.
+The functions block until the model is loaded.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """What all steps of a load need. ``threads`` is the number of threads both for torch and for our kernels."""
+    """The values that all steps of a load need.
+
+    ``threads`` is the number of threads both for torch and for our kernels.
+    """
 
     resolved: ResolvedSettings
     threads: int
@@ -87,7 +90,10 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """Weights, the results of their checks, and their forward. Engines take turns on the weights with ``fair_lock``."""
+    """Weights with the results of their checks and with their forward.
+
+    Engines that share the weights take turns with ``fair_lock``.
+    """
 
     weights: LoadedWeights
     findings: SelfCheckResult
@@ -100,12 +106,12 @@ class PreparedModel:
 
     @property
     def has_threads(self) -> bool:
-        """True if the forward computes on threads of its own."""
+        """Whether the forward computes on threads of its own."""
         return self.choice is not None and self.choice.forward.has_threads
 
     @property
     def overlaps(self) -> bool:
-        """True if a forward returns while its device still computes, as it does if one GPU runs the whole model."""
+        """Whether a forward returns while its device still computes; it does if one GPU runs the whole model."""
         return self.device.type == "cuda" and len(self.placement) == 1 and self.placement[0].brought_to is None
 
     def check_devices(self) -> None:
@@ -136,7 +142,7 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The key under which a load is recorded, and the ``files`` of its weights."""
+    """The key under which a load is recorded, and the ``files`` that contain the weights."""
 
     key: RecordKey
     files: Sequence[Path]
@@ -157,7 +163,7 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
 
 
 def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
-    """Builds a forward that an earlier load has checked, without transformers' model; None if there is no record."""
+    """Builds a forward from an earlier load's record, without transformers' model; None if there is no record."""
     name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
     try:
         if isinstance(proved, ProvedLoad):

@@ -41,8 +41,9 @@ T = TypeVar("T")
 def run_own(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the engine runs. ``threads`` is the number of threads for torch and our kernels. Raises
-    LoadFailed.
+    """Blocks until the engine runs.
+
+    ``threads`` is the number of threads for torch and our kernels. Raises LoadFailed.
     """
     torch.set_num_threads(threads)
     load = ModelLoad(resolved, threads, resources)
@@ -99,7 +100,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 
 
 def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
-    """Runs ``work`` in a new thread, whose end frees the 9 MB of buffers that MKL keeps for each thread.
+    """Runs ``work`` in a new thread. The end of the thread frees the 9 MB of buffers that MKL keeps for each thread.
 
     ``threads`` is the number of threads for torch's operations, which torch stores per thread.
     """
@@ -118,7 +119,7 @@ def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
 
 
 def with_device_defaults(load: ModelLoad, devices: Iterable[torch.device]) -> ModelLoad:
-    """Returns the load with the defaults for GPUs if all ``devices``, those of the KV cache, are GPUs."""
+    """Returns the load, with the defaults for GPUs if all ``devices`` of the KV cache are GPUs."""
     if {device.type for device in devices} != {"cuda"}:
         return load
     return replace(load, resolved=replace(load.resolved, settings=load.resolved.settings.on_gpus()))

@@ -12,10 +12,9 @@ from mlserver_torch_stream.engine.child_process import die_with
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one rank until its leader stops it. ``argv`` has the rank, the number of ranks, the port, and the parent's
-    process id.
+    """Runs one rank until its leader stops it.
 
-    Returns the exit status.
+    ``argv`` has the rank, the number of ranks, the port, and the parent's process id. Returns the exit status.
     """
     rank, size, port, parent = (int(argument) for argument in argv)
     die_with(parent)  # before importing torch, which takes seconds

@@ -1,7 +1,7 @@
-"""Loads and checks each rank's part of a model on all ranks at once. A load succeeds on all ranks or fails on all.
+"""Loads and checks each rank's part of a model on all ranks at once.
 
-Rank 0 prepares the model for an engine; every other rank follows rank 0 until rank 0 tells it to stop. ``load_shard``
-runs on every rank.
+A load succeeds on all ranks or fails on all ranks. Rank 0 prepares the model for an engine; every other rank follows
+rank 0 until rank 0 tells it to stop. ``load_shard`` runs on every rank.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a model. ``room`` is the number of bytes free on the fullest device of any rank.
+    """This rank's part of a model. ``room`` is the number of free bytes on the fullest device of any rank.
 
-    ``forward`` runs this part in the form that ``findings`` names, while the other ranks run their parts.
+    ``forward`` runs this part, with batches in the form that ``findings`` names, while the other ranks run their parts.
     """
 
     weights: LoadedWeights
@@ -101,7 +101,7 @@ def _choose_forward(
 ) -> ModelForward:
     """Chooses the attention.
 
-    All ranks use the fast attention or none does, because the checks run the model on all ranks together.
+    Either all ranks use the fast attention or no rank does, because the checks run the model on all ranks together.
     """
     with group.all_or_none():
         fast = resolved.settings.fast_path == "auto" and _has_kernels(findings, resolved.cache_dir)
@@ -175,7 +175,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
 def follow(find: Callable[[], RankGroup]) -> int:
     """Joins the group that ``find`` returns and follows rank 0.
 
-    Returns the exit status, which is 0 if rank 0 has sent a stop.
+    Returns the exit status, which is 0 if rank 0 has told this rank to stop.
     """
     logging.basicConfig(format="%(asctime)s [rank] %(levelname)s - %(message)s")
     transformers_logging.disable_progress_bar()

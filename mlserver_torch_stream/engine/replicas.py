@@ -1,4 +1,4 @@
-"""Puts several engines with the same model behind one ``Engine``, which sends each request to the least loaded one."""
+"""Puts several engines with one model behind one ``Engine``, which sends each request to the least loaded replica."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
 
 
 class ReplicatedEngine:
-    """An ``Engine`` over ``replicas``. The engine is alive while one replica is, and sums the stats of all replicas."""
+    """An ``Engine`` over ``replicas``.
+
+    The engine is alive while one replica is alive. Its stats are the sums over all replicas.
+    """
 
     def __init__(self, replicas: Sequence[Engine]) -> None:
         self._replicas = tuple(replicas)
@@ -52,9 +55,9 @@ class ReplicatedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """The troubles of all replicas; None while at least one replica is fine.
+        """The troubles of all replicas; None while at least one replica has none.
 
-        On CPUs no replica is fine while the step of another one hangs, because that step holds the cores.
+        On CPUs every replica is in trouble while one replica's step hangs, because that step occupies the cores.
         """
         return _of_all([replica.trouble for replica in self._replicas])
 
@@ -63,10 +66,10 @@ class ReplicatedEngine:
         return _of_all([replica.overdue for replica in self._replicas])
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
-        """Submits the requests to one replica: the least loaded one that is alive and accepts them.
+        """Submits the requests to the least loaded replica that is alive and accepts them.
 
-        If one replica refuses the requests, the next may accept them, because caches can differ in size if other models
-        use some devices.
+        If one replica refuses the requests, the next replica may accept them: if other models use some devices, the
+        replicas' caches can differ in size.
         """
         refusal: NotServing | QueueFull | InvalidInput | None = None
         for number in self._by_load():
@@ -80,8 +83,9 @@ class ReplicatedEngine:
         raise refusal or NotServing("the engine is not running")
 
     def _by_load(self) -> list[int]:
-        """Returns the replicas that are alive, the least loaded first. If all are dead, returns all: their errors say
-        why.
+        """Returns the replicas that are alive, the least loaded first.
+
+        If all replicas are dead, returns all of them, because their errors say why.
         """
         numbers = [number for number, replica in enumerate(self._replicas) if replica.alive]
         numbers = numbers or list(range(len(self._replicas)))
@@ -119,10 +123,10 @@ def _of_all(troubles: Sequence[str | None]) -> str | None:
 
 
 class Deaths:
-    """Reports the death of the last of ``count`` replicas; until then another replica serves.
+    """Reports the death of the last of ``count`` replicas; until then, another replica serves the requests.
 
-    A thread that hangs in a step is reported at once: only the end of the process ends the thread, and on CPUs the
-    other replicas wait for its cores.
+    A thread that hangs in a step is reported at once, because only the end of the process can end the thread, and on
+    CPUs the other replicas wait for its cores.
     """
 
     def __init__(self, count: int, on_death: OnDeath | None) -> None:

@@ -1,4 +1,4 @@
-"""Holds the state of a request and of its sequences: their tokens, their text events, and when they end."""
+"""Holds the state of a request and of its sequences, such as their tokens, their text events and how they end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ASSUMED_TOKENS = 1024
 class SequenceState:
     """One sequence: its tokens so far, its text, and the events that are not delivered yet.
 
-    ``accept`` adds the id of a token, which is all that the next forward needs. ``write`` makes the token's text; on a
-    GPU it runs while that forward runs. So a sequence ends in two steps: ``ended`` is true once it gets no further
-    token, and ``finish_reason`` is set once its text is complete.
+    ``accept`` adds the id of a token; the next forward needs only this id. ``write`` makes the token's text; on a GPU
+    it runs during that forward. So a sequence ends in two steps: ``ended`` is true once the sequence gets no further
+    tokens, and ``finish_reason`` is set once its text is complete.
 
-    A sequence does not keep its request alive: code that holds a sequence longer than one call must hold the request
+    A sequence does not keep its request alive: code that holds a sequence longer than one call must hold the request,
     too.
     """
 
@@ -56,15 +56,16 @@ class SequenceState:
 
     @property
     def request(self) -> RequestState:
-        """The sequence's request, which must still be referenced elsewhere."""
+        """The sequence's request; something else must still refer to it."""
         request = self._request()
         assert request is not None, "a sequence is used after its request"
         return request
 
     @property
     def length(self) -> int:
-        """The number of tokens of the prompt and the answer so far. The next decode step writes the newest token to the
-        cache.
+        """The number of tokens of the prompt and the answer so far.
+
+        The next decode step writes the newest token to the cache.
         """
         return len(self._input.prompt_ids) + len(self.tokens)
 
@@ -80,16 +81,16 @@ class SequenceState:
 
     @property
     def matcher(self) -> TokenMatcher | None:
-        """The matcher of the sequence's constraint; None without a constraint, and until the prompt is computed."""
+        """The matcher of the sequence's constraint. None without a constraint or before the prompt is computed."""
         return None if self.sampler is None else self.sampler.matcher
 
     @property
     def ended(self) -> bool:
-        """True if the sequence gets no further token. The text of its newest tokens may not be made yet."""
+        """Whether the sequence gets no further tokens. The text of the newest tokens may not exist yet."""
         return self._reason_by_ids is not None or self.finish_reason is not None
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Adds the next token. If the token's id ends the sequence, ``ended`` is true afterwards."""
+        """Adds the next token. If the id of the token ends the sequence, ``ended`` is true after the call."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
             self._max_tokens = self.request.max_tokens  # its prompt is whole
@@ -104,8 +105,8 @@ class SequenceState:
     def write(self) -> None:
         """Makes the text of the new tokens.
 
-        If the text ends the sequence, ``finish_reason`` is set, and the tokens after the one that ended it are dropped.
-        A token whose text cannot be made ends the sequence with an error.
+        If the text ends the sequence, ``finish_reason`` is set, and the tokens after the token that ended it are
+        dropped. If the text of a token cannot be made, the sequence ends with an error.
         """
         unwritten, self._unwritten = self._unwritten, []
         if unwritten:
@@ -128,7 +129,7 @@ class SequenceState:
         self._writer.write_prompt(self._input.prompt_text, self.request.scores)
 
     def _write(self, count: int, logprob: TokenLogprob | None) -> None:
-        """Makes the text of the token with this number; the first token has number 1."""
+        """Makes the text of the token with this number, counted from 1."""
         params = self._input.sampling
         hidden = self._is_end(count) and not params.include_stop_str_in_output
         # Stop strings count from ``min_tokens`` on, as end ids do.
@@ -139,14 +140,14 @@ class SequenceState:
             self.finish(self._reason_by_ids)
 
     def _is_end(self, count: int) -> bool:
-        """Returns whether the id of the token with this number ends the answer; the first token has number 1."""
+        """Returns whether the token with this number, counted from 1, ends the answer because of its id."""
         return self.tokens[count - 1] in self._end_ids and count > self._input.sampling.min_tokens
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """Makes the text of all tokens, and ends the sequence for ``reason`` unless that text has ended it.
+        """Makes the text of all tokens. Then ends the sequence with ``reason``, unless the text has already ended it.
 
-        Text that was held back for a stop string or an incomplete character is included, except after an error. After a
-        timeout or an abort, an incomplete character is left out.
+        Text that was held back, because of a stop string or an incomplete character, is included, except after an
+        error. After a timeout or an abort, an incomplete character is left out.
         """
         self.write()
         if self.finish_reason is not None:
@@ -164,8 +165,8 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        No event is returned while a character or a possible stop string is held back, or while there are fewer new
-        tokens than an event should have.
+        No event is returned while all new text is held back, or while there are fewer new tokens than an event should
+        have.
         """
         goes_on = self.finish_reason is None
         if self.last_event_taken or (goes_on and len(self.tokens) < self._next_event_at):
@@ -200,9 +201,7 @@ class SequenceState:
 
 
 class RequestState:
-    """The state of a request that is served: its ``input``, its sequences, the mailbox for their events, and its
-    times.
-    """
+    """The state of a request: its ``input``, its sequences, the mailbox for their events, and its times."""
 
     def __init__(
         self,
@@ -242,16 +241,16 @@ class RequestState:
 
     @property
     def unscored(self) -> bool:
-        """True if the request asks for scores of its prompt and some of them are not known yet."""
+        """Whether the request asks for scores of its prompt and some of these scores are not known yet."""
         return self.params.prompt_logprobs is not None and len(self.scores) < len(self.prompt)
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Returns how many prompt tokens from ``start`` to ``end`` need logits, to score the tokens after them."""
+        """Returns how many prompt tokens from ``start`` to ``end`` need logits, because the next tokens are scored."""
         return max(0, end - max(start, len(self.scores) - 1)) if self.unscored else 0
 
     @property
     def unfinished(self) -> int:
-        """The number of sequences that get further tokens."""
+        """The number of sequences that still get tokens."""
         return sum(not sequence.ended for sequence in self.sequences)
 
     @property
@@ -280,7 +279,10 @@ class RequestState:
         return len(self.prompt) + self.max_tokens
 
     def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
-        """Sets the whole prompt of the open request and its sequences' maximum length. Its time in the queue begins."""
+        """Sets the whole prompt of an open request and the maximum length of its sequences.
+
+        From now on the request waits in the queue.
+        """
         self.max_model_len = max_model_len
         self.input.prompt_ids = tuple(prompt_ids)
         self.input.open = False
@@ -291,10 +293,10 @@ class RequestState:
             sequence.finish(reason, error)
 
     def end_for_reader(self, reason: FinishReason, error: Exception) -> None:
-        """Sends the reader each sequence's last event, with the count of delivered tokens. Any thread may call this.
+        """Sends the reader the last event of each sequence, with the number of delivered tokens.
 
-        The sequences are not changed, because they belong to the engine's thread, whose step does not return. A
-        sequence whose last event was delivered gets no further event.
+        Any thread may call this. The sequences are not changed, because they belong to the engine's thread, which is
+        still in a step. A sequence whose last event was delivered gets no further event.
         """
         call_on(self.mailbox.loop, partial(self._end_for_reader, reason, error))
 
@@ -328,6 +330,9 @@ class RequestState:
 
 
 def _end_ids(params: SamplingParameters, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """Returns the stop tokens and the EOS ids: none if EOS is ignored, else the request's own or ``eos_token_ids``."""
+    """Returns the stop tokens.
+
+    Unless the request ignores EOS, adds its EOS ids, or ``eos_token_ids`` if it has none.
+    """
     eos = () if params.ignore_eos else eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
     return frozenset(eos) | frozenset(params.stop_token_ids)

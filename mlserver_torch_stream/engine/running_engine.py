@@ -1,4 +1,7 @@
-"""Holds a running engine, this package's own or vLLM's, with everything that ends with it. It does not import torch."""
+"""Holds a running engine (this package's own or vLLM's) and everything that ends together with it.
+
+It does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,9 @@ class RunningEngine:
 
 
 def give_back_weights(lease: Lease[PreparedModel]) -> None:
-    """Ends one use of a model's weights. The end of the last use also stops the other ranks, if the model has several
-    ranks.
+    """Ends one use of a model's weights.
+
+    The end of the last use also stops the other ranks, if the model has several ranks.
     """
     ranks = lease.value.ranks
     if lease.end() and ranks is not None:
@@ -60,8 +64,9 @@ def model_info(
     default_sampling: Mapping[str, Any],
     attention: str,
 ) -> ModelInfo:
-    """Returns the limits for requests. ``vocab_size`` is the size of a row of logits, ``context`` the context
-    length.
+    """Returns the limits for requests.
+
+    ``vocab_size`` is the size of a row of logits; ``context`` is the context length.
     """
     return ModelInfo(
         vocab_size=min(vocab_size, codec.vocab_size),

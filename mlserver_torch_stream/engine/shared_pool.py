@@ -1,4 +1,4 @@
-"""Holds what the engines of one process share: leased objects that are made once per key, host memory, and locks."""
+"""Holds what the engines of one process share: leased objects (one per key), reserved host memory, and locks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class SharedPool(Generic[V]):
         return len(self._shared)
 
     def lease(self, key: Hashable, make: Callable[[], V]) -> Lease[V]:
-        """Leases the object of ``key``. If ``make`` raises, all waiting threads raise the error; the next lease tries
-        again.
+        """Leases the object of ``key``.
 
-        If the thread that makes the object is cancelled, one of the waiting threads makes it.
+        If ``make`` raises, all waiting threads raise the error; the next lease tries again. If the thread that makes
+        the object is cancelled, one of the waiting threads makes it.
         """
         while True:
             with contextlib.suppress(WorkCancelled):
@@ -77,7 +77,7 @@ class Lease(Generic[V]):
         self._give_back: Callable[[], bool] | None = give_back
 
     def end(self) -> bool:
-        """Ends the lease. Returns True only to the last user, after whom the pool has forgotten the object.
+        """Ends the lease. Returns True only to the last user; the pool has then forgotten the object.
 
         Ending twice is harmless.
         """
@@ -92,7 +92,7 @@ class _Shared(Generic[V]):
 
 
 class ProcessResources:
-    """What the engines of a process share: reserved host memory, locks, pools, and processes that render templates."""
+    """The resources that all engines of a process share: reserved host memory, locks, pools and template processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,10 +104,10 @@ class ProcessResources:
         self.templates = TextProcesses()  # render the chat templates of all models
 
     def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:
-        """Reserves host memory for the KV cache of ``owner``, and returns its bytes: ``setting``, or else a default.
+        """Reserves host memory for ``owner``'s KV cache.
 
-        The default is half of the memory that is not reserved yet, divided by the number of ``engines`` of the same
-        kind.
+        Returns its size in bytes: ``setting`` if given, otherwise a default. The default is half of the memory that is
+        not reserved yet, divided by the number of ``engines`` of the same kind.
         """
         with self._lock:
             free = max(0, available - sum(self._promised.values()))

@@ -1,4 +1,4 @@
-"""Logs the stages of a load: the start of a stage, at intervals that it still runs, and how long it took."""
+"""Logs the stages of a load: when a stage starts, at intervals that it still runs, and how long it took."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_SECONDS = 15.0  # between two lines of one stage; only a large model or a 
 def stage(logger: logging.Logger, what: str, every: float = EVERY_SECONDS) -> Iterator[None]:
     """Logs the stage that runs in the ``with`` block. ``what`` describes it, for example ``Compiling the kernels``.
 
-    If the ``with`` block raises, the last line, about the time that the stage took, is not logged.
+    If the ``with`` block raises an error, the last line, which says how long the stage took, is not logged.
 
     Raises WorkCancelled if the load is cancelled.
 

@@ -1,4 +1,4 @@
-"""Records the work of engines' threads, makes engines on the same device take turns, and enforces requests' deadlines.
+"""Records the work of engines' threads, lets engines on one device take turns, and enforces deadlines of requests.
 
 While a step does not return, the watchdog asks the engine's thread to end requests, then ends them itself, and in the
 end abandons the thread.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of work, with the number of tokens in its forward.
+    """A piece of work, and the number of tokens in its forward.
 
     ``str(what)`` describes the work; it is formatted only for a report.
     """
@@ -41,7 +41,7 @@ class Work:
 
 
 class StepProgress:
-    """Records the current work of the engine's thread, and forwards in other threads, each under a key."""
+    """Records the current work of the engine's thread, and forwards in other threads; each forward has a key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class StepProgress:
         self._current = Work(what, tokens, self._clock())
 
     def rest(self) -> None:
-        """Records that the engine's thread is idle, or waits for forwards in other threads."""
+        """Records that the engine's thread is idle or waits for forwards in other threads."""
         self._current = None
 
     def launched(self, key: Hashable, what: object, tokens: int = 1) -> None:
@@ -71,10 +71,10 @@ class StepProgress:
 
 
 class FairLock:
-    """A lock that threads get in the order in which they ask for it, so that engines on the same cores take turns.
+    """A lock that threads get in the order of their requests, so that engines on the same cores take turns.
 
     Two OpenMP pools that spin on the same cores slow each other down tenfold (measured). With a plain lock, a busy
-    engine would take the lock again before a waiting engine wakes up.
+    engine would take the lock again before a waiting engine could wake up.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ class FairLock:
 
     @contextmanager
     def held_by(self, progress: StepProgress) -> Iterator[bool]:
-        """Holds the lock in the ``with`` block, and yields whether it had to wait for another thread.
+        """Holds the lock during the ``with`` block, and yields whether this thread had to wait for another thread.
 
-        From ``progress`` the engines that wait for the lock can tell how long the holder's step has taken.
+        ``progress`` shows the engines that wait for the lock how long the holder's step has taken.
         """
         with self as waited:
             self.progress = progress
@@ -97,7 +97,7 @@ class FairLock:
                 self.progress = None
 
     def __enter__(self) -> bool:
-        """Takes the lock, and returns whether it had to wait for another thread."""
+        """Takes the lock, and returns whether this thread had to wait for another thread."""
         with self._lock:
             if not self._held:
                 self._held = True
@@ -116,7 +116,7 @@ class FairLock:
                 self._held = False
 
     def yield_turn(self) -> None:
-        """Releases the lock, which the caller must hold, and takes it again after all threads that wait for it."""
+        """Releases the lock, which the caller must hold, and takes it again after all waiting threads have had it."""
         progress, self.progress = self.progress, None
         self.__exit__()
         self.__enter__()
@@ -128,7 +128,7 @@ FAR = 3600.0  # seconds; a thread cannot wait for a timeout of 300 years
 
 
 class Deadlines:
-    """Holds the times by which requests must have started or ended. It does not keep requests alive."""
+    """Holds the times by which requests must have started or ended. The requests are not kept alive by it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, weakref.ref[RequestState], bool]] = []
@@ -136,7 +136,7 @@ class Deadlines:
         self._most = _FEW
 
     def add(self, request: RequestState, seconds: float | None, *, while_waiting: bool) -> None:
-        """Adds a deadline, ``seconds`` after the submit or, with ``while_waiting``, after the prompt became whole.
+        """Adds a deadline: ``seconds`` after the submit or, with ``while_waiting``, after the prompt became whole.
 
         A ``while_waiting`` deadline applies only to a request that has not started by then.
         """
@@ -158,7 +158,10 @@ class Deadlines:
         return min(FAR, max(0.0, self._heap[0][0] - now)) if self._heap else FAR
 
     def due(self, now: float) -> Iterator[tuple[RequestState, bool]]:
-        """Removes passed deadlines; yields the unfinished requests, each with whether it still waits in the queue."""
+        """Removes passed deadlines.
+
+        Yields their unfinished requests, and for each whether it still waits in the queue.
+        """
         while self._heap and self._heap[0][0] <= now:
             _, _, made_for, while_waiting = heapq.heappop(self._heap)
             request = made_for()
@@ -183,7 +186,7 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class PendingDeath:
-    """An error that ends the engine's thread, and the time at which the watchdog abandons the thread."""
+    """An error that should end the engine's thread, and the time at which the watchdog abandons the thread."""
 
     error: BaseException
     until: float
@@ -206,7 +209,10 @@ class Decision:
 
 
 class WatchdogState:
-    """Decides what the watchdog does. The class does not read a clock: its methods are called with the time ``now``."""
+    """Decides what the watchdog does.
+
+    This class does not read a clock: its methods are called with the time ``now``.
+    """
 
     def __init__(self, queue_limits: QueueLimits) -> None:
         self._queue_limits = queue_limits
@@ -222,7 +228,7 @@ class WatchdogState:
             self._deadlines.add(request, request.timeout_s, while_waiting=False)
 
     def watch_wait(self, request: RequestState) -> None:
-        """Adds the limit of the queue time for a request whose prompt is whole now."""
+        """Adds the limit of the queue time for a request whose prompt has become whole."""
         self._deadlines.add(request, self._queue_limits.queue_timeout, while_waiting=True)
 
     def expect(self, end: EndRequest) -> None:
@@ -259,7 +265,7 @@ class WatchdogState:
         return None
 
     def _seconds(self, now: float, works: Sequence[Work], pending_death: PendingDeath | None) -> float:
-        """Returns the seconds until the next decision, which comes before work that starts now could be overdue."""
+        """Returns the seconds until the next decision, which is made before work that starts now can be overdue."""
         queue_limits = self._queue_limits
         moments = [end.asked_at + PATIENCE for end in self._expected]
         moments += [now + _overdue_limit(1, queue_limits)]
@@ -285,12 +291,12 @@ def trouble(works: Sequence[Work], queue_limits: QueueLimits, now: float) -> str
 
 
 def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
-    """Returns whether a step has run so long that the engine should no longer report that it is ready."""
+    """Returns whether a step has run for so long that the engine should report that it is not ready."""
     return now - work.since >= _overdue_limit(work.tokens, queue_limits)
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Returns half of the step limit, or the request timeout if it is shorter, so that routers avoid a stuck server."""
+    """Returns half of the step limit, or the request timeout if shorter, so that routers avoid a stuck server."""
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,
@@ -298,7 +304,7 @@ def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
 
 
 def not_back(work: Work, now: float) -> str:
-    """Returns a sentence for logs and errors, which says what has not returned and for how many seconds."""
+    """Returns a sentence for logs and errors that says what has not returned, and for how many seconds."""
     return f"{work.what} has not come back for {now - work.since:.0f} s"
 
 
@@ -318,12 +324,12 @@ class Watched(Protocol):
     def give_up(self, error: BaseException) -> bool:
         """Abandons the engine's thread, so that nothing waits for it any longer.
 
-        Returns False if the thread's work could be ended instead, so that the thread continues.
+        If the thread's work can be ended instead, ends it and returns False; the thread then continues.
         """
 
 
 class Watchdog:
-    """Carries out the decisions of a ``WatchdogState`` in a thread of its own. Any thread may call its methods."""
+    """Carries out the decisions of a ``WatchdogState`` in a separate thread. Any thread may call its methods."""
 
     def __init__(self, engine: Watched, queue_limits: QueueLimits, name: str) -> None:
         self._engine = engine

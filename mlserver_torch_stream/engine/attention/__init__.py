@@ -1,1 +1,1 @@
-"""Computes attention over pages: the interface, the reference with torch's operators, and the hooks in transformers."""
+"""Computes attention over pages: defines its interface, a reference with torch's operators, and transformers' hooks."""

@@ -1,7 +1,7 @@
-"""Computes paged attention with torch's operators, on copies of the keys and values that a sequence sees.
+"""Computes paged attention with torch's operators, which read copies of the keys and values that a sequence sees.
 
-This attention works on every device, with every option, page size and dtype, and never waits for a device. Sequences
-with one new token are computed together, and chunks of prompts one after the other.
+This attention supports every device, option, page size and dtype, and never waits for a device. Sequences with one new
+token are computed together; chunks of prompts are computed one after the other.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class GatheredAttention(PagedAttention):
 
 
 def _parts(batch: BatchTensors, options: AttentionOptions) -> tuple[Rows, Chunks]:
-    """Returns the sequences with one new token, grouped by the number of keys they see, and then the other sequences.
+    """Returns the sequences with one new token, grouped by the number of keys they see, and the other sequences.
 
-    A gather is as wide as its longest row. With lengths between two powers of two, less than half of a gather is
-    padding.
+    A gather is as wide as its longest row. If all lengths lie between two consecutive powers of two, less than half of
+    a gather is padding.
     """
     key = ("parts", options.window, options.chunk)
     if key not in batch.memo:
@@ -123,7 +123,7 @@ def _attend_chunk(
 
 
 def _slots(table: torch.Tensor, batch: BatchTensors, places: torch.Tensor) -> torch.Tensor:
-    """Returns the slots of the positions ``places`` ``[rows, n]``, for sequences with the block table ``table``."""
+    """Returns the slots of the positions ``places`` ``[rows, n]`` of sequences; ``table`` has their block tables."""
     return table.gather(1, places // batch.page_size).long() * batch.page_size + places % batch.page_size
 
 
@@ -139,10 +139,10 @@ def _weigh(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends ``[a, b, queries, dim]`` to ``[a, b, keys, dim]`` where ``valid``, ``[..., queries, keys]``, is true.
+    """Lets queries ``[a, b, queries, dim]`` attend to keys ``[a, b, keys, dim]`` where the mask ``valid`` is true.
 
-    ``sinks`` are the options' sinks, ``[..., queries or 1, 1]``. Matrix products are computed in the dtype of the
-    arguments.
+    ``sinks`` are the sinks of the options, with the shape ``[..., queries or 1, 1]``. Matrix products are computed in
+    the dtype of the arguments.
     """
     if _is_plain(options):
         output: torch.Tensor = scaled_dot_product_attention(query, keys, values, attn_mask=valid, scale=options.scale)

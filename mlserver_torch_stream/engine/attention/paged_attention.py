@@ -1,4 +1,4 @@
-"""Defines the interface of attention over pages, and a batch in the form of the tensors that it needs."""
+"""Defines the interface of attention over pages, and the form in which it gets a batch as tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BatchTensors:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> BatchTensors:
-        """Returns a copy of the batch on another device, and does not wait until it is complete."""
+        """Returns a copy of the batch on another device, without waiting until the copy is complete."""
         starts, lengths, cumulative, positions = (
             sent(tensor, device) for tensor in (self.starts, self.lengths, self.cumulative, self.positions)
         )
@@ -133,11 +133,11 @@ class AttentionShape:
 
 
 class PagedAttention(Protocol):
-    """Attends the packed queries ``[tokens, heads, head_dim]`` of a batch to the pages of one layer, causally.
+    """Computes causal attention of a batch's packed queries ``[tokens, heads, head_dim]`` over the pages of one layer.
 
     The keys and values of the batch's tokens are already in the pages. All tensors are on one device. After a
     sequence's last token the pages can contain anything, even NaN. Returns ``[tokens, heads, value_dim]``. Several
-    threads may call it at once.
+    threads may call this at the same time.
     """
 
     name: ClassVar[str]  # in a word, for metadata and metrics
@@ -149,13 +149,16 @@ class PagedAttention(Protocol):
         """Returns the attention's output, ``[tokens, heads, value_dim]``, in the dtype of ``query``."""
 
     def write(self, layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values as ``layer.write`` does."""
+        """Stores keys and values in the same places as ``layer.write``."""
         layer.write(key, value, slots)
 
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
-        """Returns why torch's operators must compute such a layer; None if this attention can."""
+        """Returns why this attention cannot compute such a layer; None if it can.
+
+        Torch's operators compute refused layers.
+        """
         return None
 
     def describe(self) -> str:
-        """Returns a longer name, with remarks, for the summary of a load."""
+        """Returns a longer name with remarks, for the summary that is logged after a load."""
         ...

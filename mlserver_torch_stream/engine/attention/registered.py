@@ -1,6 +1,6 @@
-"""Makes a model's attention run over pages, by functions that are registered with transformers' interfaces.
+"""Makes a model's attention run over pages, with functions that are registered with transformers' interfaces.
 
-Outside a paged forward the registered functions call transformers' own, so that a model can be called as before.
+Outside a paged forward, these functions call transformers' own functions, so the model can be called as before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CannotPage(Unsuitable):
 
 
 class AttentionCall(Protocol):
-    """Computes one attention of a forward, from ``query`` ``[rows, heads, tokens, head_dim]`` and options by name."""
+    """Computes one attention call of a forward. ``query`` is ``[rows, heads, tokens, head_dim]``."""
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
@@ -67,7 +67,7 @@ def _text_config(model: transformers.PreTrainedModel) -> Any:
 def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
     """Sets the attention of the text model only.
 
-    An encoder of images or audio, such as Gemma 4's audio encoder, may not support our attention.
+    Encoders of images or audio, such as Gemma 4's audio encoder, may not support our attention.
     """
     text = _text_config(model)
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
@@ -76,7 +76,7 @@ def _set_attention(model: transformers.PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def paged(call: AttentionCall) -> Iterator[None]:
-    """While the context is open, models on this thread use ``call`` to compute attention, and make no masks."""
+    """While the context is open, models on this thread compute attention with ``call`` and do not make masks."""
     token = _call.set(call)
     try:
         yield
@@ -105,7 +105,7 @@ def _attend(
 
 
 def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
-    """Returns transformers' own function. transformers' eager function is in the same file as the class of the module.
+    """Returns transformers' own attention function. The eager function is in the same file as the class of the module.
 
     Raises CannotPage.
     """

@@ -1,6 +1,6 @@
 """Computes paged attention with torch's varlen attention (FlashAttention 2), in one call for all sequences of a step.
 
-The kernel is tested only on GPUs, the arguments of the call on every machine.
+The kernel is tested only on GPUs; the arguments of the call are tested on every machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VarlenAttention(PagedAttention):
 
     ``function`` has the signature of ``torch.nn.attention.varlen.varlen_attn_out``; None if torch lacks it.
 
-    Torch's operators compute the layers that this attention refuses.
+    Layers that this attention refuses are computed with torch's operators.
     """
 
     name = "varlen"
@@ -88,7 +88,7 @@ class VarlenAttention(PagedAttention):
 
 
 def _key_ends(batch: BatchTensors) -> torch.Tensor:
-    """Returns where each sequence's keys would end if they were packed, which FlashAttention 2 requires too."""
+    """Returns where each sequence's keys would end if the keys were packed; FlashAttention 2 requires this, too."""
     key = "ends of keys"
     if key not in batch.memo:
         batch.memo[key] = torch.nn.functional.pad(batch.lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,1 +1,1 @@
-"""Holds the keys, values and states of sequences in pages, and the prefix cache."""
+"""Holds the keys, values and states of sequences, in pages and slots, and the prefix cache."""

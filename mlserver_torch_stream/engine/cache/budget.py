@@ -1,4 +1,4 @@
-"""Computes the size of an engine's KV cache, and how much of it may keep the pages of ended sequences."""
+"""Computes the size of an engine's KV cache, and how many of its bytes may keep the pages of ended sequences."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def cache_budget(
     engines: int = 1,
     most: int = sys.maxsize,
 ) -> CacheSize:
-    """Returns the pages and slots of a cache of ``setting`` bytes in all; None means a share of the free memory.
+    """Returns the numbers of pages and slots of a cache with ``setting`` bytes; None means a share of the free memory.
 
     ``specs`` describe the cache on each device. ``engines`` engines share the host's memory equally, and ``resources``
-    reserves this engine's part for ``owner``. On a GPU memory that other engines use is not free. ``most`` is the free
-    memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are passed to ``size_cache``.
+    reserves this engine's part for ``owner``. On a GPU, memory that other engines use does not count as free. ``most``
+    is the free memory of the fullest device of all ranks. ``sequences``, ``tokens`` and ``step`` are passed to
+    ``size_cache``.
     """
     if setting is None:
         rooms = [
@@ -64,10 +65,10 @@ def free_bytes(devices: Iterable[torch.device], host: Host) -> dict[torch.device
 
 
 def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
-    """Returns how many bytes of a KV cache may be pages of ended sequences, until other sequences need the bytes.
+    """Returns how many bytes of a KV cache may hold pages of ended sequences while no other sequence needs the bytes.
 
-    A GPU's cache is allocated as a whole. On a host a page takes memory only when it, or with our kernels another page
-    in the same 2 MiB, is first written. Raises LoadFailed.
+    A GPU's cache is allocated as a whole. On a host, a page takes memory once it is first written, or, with our
+    kernels, once any page in the same 2 MiB is written. Raises LoadFailed.
     """
     if setting is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget

@@ -1,4 +1,4 @@
-"""Reads from a model's config which kind each of its cache layers is, as transformers' own cache does."""
+"""Reads the kinds of a model's cache layers from its config, as transformers' own cache does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnsupportedCache(Unsuitable):
 
 
 class CacheLayout:
-    """The layout of a model's cache: which layers keep states, and which keep keys and values, with their windows."""
+    """The layout of a model's cache: which layers keep states, which layers keep keys and values, and their windows."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         try:
@@ -51,7 +51,7 @@ class CacheLayout:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep one state per sequence, as Mamba's do, instead of a key per token."""
+        """Whether some layers keep one state per sequence instead of a key per token, as Mamba's layers do."""
         return any(True for _ in self.state_layers())
 
     @property
@@ -61,14 +61,14 @@ class CacheLayout:
         return [int(layer.sliding_window) if layer.is_sliding else None for layer in layers]
 
     def state_layers(self) -> Iterator[tuple[int, LinearAttentionLayer]]:
-        """Yields, for each layer that keeps states, its index and an empty copy for the states."""
+        """For each layer that keeps states, yields the layer's index and an empty layer for its states."""
         for index, layer in enumerate(self._layers):
             if isinstance(layer, LinearAttentionLayer):
                 plain = type(layer) is LinearAttentionLayer
                 yield index, copy.deepcopy(layer) if plain else LinearAttentionLayer(layer.number_of_states)
 
     def spec(self, page_size: int) -> CacheSpec:
-        """Returns the groups of the attention layers, without ``token_bytes``, which only a forward pass shows."""
+        """Returns the groups of the attention layers, without ``token_bytes``, which only a forward can determine."""
         groups: dict[tuple[int | None, int | None], list[int]] = {}
         for index, layer in enumerate(self._layers):
             if isinstance(layer, DynamicLayer):

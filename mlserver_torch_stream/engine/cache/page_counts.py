@@ -1,4 +1,4 @@
-"""Divides the memory of a KV cache into pages for each group of layers, and slots for states."""
+"""Divides the memory of a KV cache into pages for each group of layers and slots for states."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class CacheSize:
 
 
 def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens: int, step: int) -> CacheSize:
-    """Returns the largest size that fits all ``rooms``: pairs of a spec, of one device or of all, and its bytes.
+    """Returns the largest size that fits all ``rooms``: each is a pair of a spec (of one or all devices) and its bytes.
 
-    The cache first gets room for one sequence of ``tokens`` tokens, or for the longest that fits. Then the cache gets
-    room for ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more pages than
-    that, and with fewer pages a long sequence would not fit. The remaining bytes become the same number of pages in
-    each group, for the prefix cache. If not even one token fits, there are no pages.
+    The cache first gets room for one sequence of ``tokens`` tokens, or for the longest sequence that fits. Then the
+    cache gets room for ``sequences`` sequences that are as long as possible. A group of windowed layers needs no more
+    pages than that. With the remaining bytes, each group gets the same number of additional pages, for the prefix
+    cache. If not even one token fits, there are no pages.
     """
     spec = rooms[0][0]
     slot = int(any(each.state_bytes > 0 for each, _ in rooms))
@@ -64,10 +64,11 @@ def size_cache(rooms: Sequence[tuple[CacheSpec, int]], *, sequences: int, tokens
 
 
 def pages_on_host(spec: CacheSpec, budget: int) -> tuple[int, ...]:
-    """Returns how many pages each group may have within ``budget`` bytes of a host's memory.
+    """Returns how many pages each group may have if the cache may use ``budget`` bytes of a host's memory.
 
-    A page takes no memory of a host until it is first written (with our kernels, until any page in the same 2 MiB is).
-    So each group may have pages for the whole budget; the scheduler enforces the budget for all groups together.
+    On a host, a page takes no memory until it is first written (with our kernels, until any page in the same 2 MiB is
+    first written). So each group may have pages for the whole budget; the scheduler enforces the budget for all groups
+    together.
     """
     return tuple(budget // max(1, spec.page_bytes(group)) for group in range(len(spec.groups)))
 
@@ -77,5 +78,8 @@ def _with_pages(size: CacheSize, more: int) -> CacheSize:
 
 
 def largest(most: int, fits: Callable[[int], bool]) -> int:
-    """Returns the largest number from 1 to ``most`` that fits, or 0. If a number fits, smaller ones must fit too."""
+    """Returns the largest number from 1 to ``most`` for which ``fits`` is true, or 0.
+
+    If a number fits, all smaller numbers must fit, too.
+    """
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

@@ -18,7 +18,7 @@ from mlserver_torch_stream.engine.cache.states import StateSlots
 class LayerPages:
     """Keys and values of one layer, ``[pages, kv_heads, page_size, head_dim]``; None before the first forward.
 
-    On a CPU each head of a page is contiguous memory, which is not resident until it is first written. On CUDA
+    On a CPU each head of a page is contiguous memory, which becomes resident when it is first written. On CUDA
     (``tokens_first``) the heads of a token are contiguous, as torch's varlen attention reads them. After
     ``PagedCache.reserve`` the pages are strided, because the pages of the group's other layers lie between them.
     """
@@ -31,9 +31,9 @@ class LayerPages:
     tokens_first: bool | None = None  # None: as suits the device
 
     def reserve(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocates the pool, unless it exists, for keys and values like these: ``[..., kv_heads, tokens, head_dim]``.
+        """Allocates the pool, unless it exists, for keys and values like these, ``[..., kv_heads, tokens, head_dim]``.
 
-        Raises MemoryError or torch.OutOfMemoryError; then the layer is unchanged.
+        Raises MemoryError or torch.OutOfMemoryError without having changed the layer.
         """
         if self.keys is None:
             if self.tokens_first is None:
@@ -83,8 +83,7 @@ class LayerPages:
         return keys, values
 
     def read(self, table: Sequence[int], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns copies of the keys and values, each ``[kv_heads, n, dim]``, of the positions ``first`` to ``stop -
-        1``."""
+        """Returns copies of the keys and values of positions ``first`` to ``stop - 1``, each ``[kv_heads, n, dim]``."""
         assert self.keys is not None and self.values is not None
         begin = first // self.page_size
         pages = torch.tensor(list(table[begin : -(-stop // self.page_size)]), device=self.keys.device)
@@ -106,7 +105,7 @@ class LayerPages:
 
 
 class PagedCache:
-    """The pages of each attention layer, by its index, and the state slots of the layers that keep states."""
+    """The pages of each attention layer, by the layer's index, and the state slots of the layers that keep states."""
 
     def __init__(self, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int) -> None:
         """``pages`` has the number of pages of each group in ``layout.spec(page_size).groups``."""
@@ -121,11 +120,12 @@ class PagedCache:
         self.states = StateSlots(layout, state_slots) if layout.has_states else None
 
     def reserve(self, like: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> None:
-        """Allocates one pool per group for its layers without memory. Each page is contiguous across these layers.
+        """Allocates one pool per group for its layers without memory.
 
-        So the pages in use fill whole large pages (2 MiB) of the system. A large page needs one address translation,
-        and the same memory in pages of 4 KiB needs 512. ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``;
-        ``allocate`` returns at least the given number of bytes. Raises MemoryError.
+        Each page is contiguous memory for all these layers. So the pages in use fill whole large pages (2 MiB) of the
+        system. A large page needs one address translation; the same memory in pages of 4 KiB needs 512 translations.
+        ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least the given number of
+        bytes. Raises MemoryError.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]
@@ -156,7 +156,7 @@ class PagedCache:
 
     @property
     def specs(self) -> dict[torch.device, CacheSpec]:
-        """Returns a spec for each device, which counts only layers to which a forward has already written."""
+        """Returns a spec for each device. The specs count only layers to which a forward has already written."""
         held = {index: pages.keys.device for index, pages in self.layers.items() if pages.keys is not None}
         states = {} if self.states is None else self.states.bytes_by_device()
         return {

@@ -1,6 +1,6 @@
-"""Describes a paged KV cache and the batches that read and write it, and allocates the pages.
+"""Describes a paged KV cache and the batches that read and write it, and allocates its pages.
 
-A full page can be found by the tokens in it, and so can the scores of these tokens.
+A full page can be found by its tokens; the scores of these tokens can be found in the same way.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def page_size_of(kinds: Iterable[str]) -> int:
 class LayerGroup:
     """Layers that see the same tokens and therefore share block tables.
 
-    A query sees its own key and the ``window - 1`` keys before it, or its key and those before it in its ``chunk``
-    (Llama 4), or all keys up to its own. ``token_bytes`` is the number of bytes of a token's keys and values in all
-    layers of the group.
+    With a ``window``, a query sees its own key and the ``window - 1`` keys before it. With a ``chunk`` (Llama 4), it
+    sees its own key and the earlier keys of its chunk. With neither, it sees all keys up to its own. ``token_bytes`` is
+    the number of bytes of a token's keys and values in all layers of the group.
     """
 
     layers: tuple[int, ...]  # indices in transformers' cache
@@ -75,13 +75,13 @@ class CacheSpec:
         return self.page_size * self.groups[group].token_bytes
 
     def most_pages(self, tokens: int, step: int) -> tuple[int, ...]:
-        """Returns the most pages per group that a sequence of ``tokens`` needs if it grows by ``step`` at a time."""
+        """Returns the maximum pages per group that a sequence of ``tokens`` needs if each step adds ``step`` tokens."""
         pages = self.pages(tokens)
         spans = (group.span for group in self.groups)
         return tuple(pages if span is None else min(pages, self.pages(span + step - 1) + 1) for span in spans)
 
     def bytes_of(self, pages: Sequence[int], states: int) -> int:
-        """Returns the bytes of ``pages[i]`` pages of each group ``i``, plus the states of ``states`` sequences."""
+        """Returns the bytes of ``pages[i]`` pages in each group ``i`` and of the states of ``states`` sequences."""
         return sum(n * self.page_bytes(group) for group, n in enumerate(pages)) + states * self.state_bytes
 
     def sequence_bytes(self, tokens: int, step: int = 1) -> int:
@@ -89,7 +89,7 @@ class CacheSpec:
         return self.bytes_of(self.most_pages(tokens, step), 1)
 
     def live_bytes(self, tokens: int) -> int:
-        """Returns the bytes of keys, values and states that are read to compute the token after ``tokens`` tokens."""
+        """Returns how many bytes of keys, values and states are read to compute the token after ``tokens`` tokens."""
         seen = (min(tokens, group.span or tokens) * group.token_bytes for group in self.groups)
         return sum(seen) + self.state_bytes
 
@@ -99,7 +99,7 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
     def __add__(self, other: CacheSpec) -> CacheSpec:
-        """Returns the spec of two devices together. Both must have the same groups."""
+        """Returns one spec for two devices together. Both specs must have the same groups."""
         groups = (
             replace(group, token_bytes=group.token_bytes + same_group.token_bytes)
             for group, same_group in zip(self.groups, other.groups, strict=True)
@@ -108,16 +108,16 @@ class CacheSpec:
 
 
 def in_all(specs: Iterable[CacheSpec]) -> CacheSpec:
-    """Returns the spec of all devices together; there must be at least one."""
+    """Returns one spec for all devices together; there must be at least one device."""
     return reduce(add, specs)
 
 
 @dataclass(slots=True)  # a frozen dataclass takes three times as long to create
 class BatchSequence:
-    """The new tokens of one sequence: a chunk of its prompt, or its newest token and the drafts after it, if any.
+    """The new tokens of one sequence: a chunk of its prompt, or its newest token followed by any drafts.
 
     The sequence's first ``start`` tokens are in the cache already. ``tables`` has a block table for each group of
-    layers: entry ``i`` is the page with the tokens from ``i * page_size`` on, or -1 after a sliding window has moved
+    layers. Entry ``i`` is the page with the tokens from ``i * page_size`` on; it is -1 if a sliding window has moved
     past that page. The forward returns logits for the last ``wanted`` of the new tokens.
     """
 
@@ -133,15 +133,15 @@ class BatchSequence:
 
     @property
     def length(self) -> int:
-        """The number of the sequence's tokens in the cache after the step."""
+        """How many of the sequence's tokens are in the cache after the step."""
         return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of one step. ``copies`` and ``state_copies`` are executed in order, before the forward.
+    """The sequences of one step. They are executed in order, before the forward.
 
-    A copy is (group, source page, target page); a copy of states is (source slot, target slot).
+    Each of ``copies`` is (group, source page, target page); each of ``state_copies`` is (source slot, target slot).
     """
 
     sequences: tuple[BatchSequence, ...]
@@ -154,12 +154,12 @@ class Batch:
 
     @property
     def ends(self) -> list[int]:
-        """The index after each sequence's last token, among the packed tokens."""
+        """For each sequence, the index after its last token among the packed tokens."""
         return list(accumulate(sequence.count for sequence in self.sequences))
 
     @property
     def wanted_rows(self) -> list[int]:
-        """The indices of the packed tokens whose logits a forward returns, in order."""
+        """The indices, in order, of the packed tokens whose logits a forward returns."""
         return [
             row
             for sequence, end in zip(self.sequences, self.ends, strict=True)
@@ -168,7 +168,7 @@ class Batch:
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the digest of a page, which depends on the page's tokens and, through ``parent``, on all before them."""
+    """Returns the digest of a page: it depends on the page's tokens and, through ``parent``, on all earlier tokens."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -180,7 +180,8 @@ def salt_digest(salt: str | None) -> bytes:
 class _GroupPages:
     """The pages of one group.
 
-    A page is free, held by sequences, or cached: no sequence holds it, but it can be found by its digest.
+    A page is free, held by sequences, or cached. No sequence holds a cached page, but the page can be found by its
+    digest.
     """
 
     def __init__(self, pages: int) -> None:
@@ -211,16 +212,16 @@ class _GroupPages:
 
 
 class PagePool:
-    """Allocates the pages of all groups, within ``cache_bytes``, of which cached pages take at most ``prefix_bytes``.
+    """Allocates the pages of all groups within ``cache_bytes``, of which cached pages use at most ``prefix_bytes``.
 
-    The lowest free page is allocated first, so that little memory is ever touched. The least recently used cached page
-    is evicted when a page or its bytes are needed.
+    The lowest free page is allocated first, so that little memory is ever touched. When a page or bytes are needed, the
+    least recently used cached page is evicted.
     """
 
     def __init__(
         self, spec: CacheSpec, pages: Sequence[int], cache_bytes: int, prefix_bytes: int, *, finds: bool = True
     ) -> None:
-        """If ``finds`` is false, no page is found by its tokens, because the model cannot continue from pages alone."""
+        """``finds`` is false if pages are not enough for the model to continue; then no page is found by its tokens."""
         self.finds = finds
         self._groups = [_GroupPages(count) for count in pages]
         self._page_bytes = [spec.page_bytes(group) for group in range(len(spec.groups))]
@@ -238,7 +239,7 @@ class PagePool:
         )
 
     def reserve(self, count: int) -> None:
-        """Counts ``count`` bytes that are not pages as used; a negative count frees them."""
+        """Counts ``count`` bytes outside the pages as used; a negative count counts them as free again."""
         self.used_bytes += count
         self._make_room(0)
 
@@ -289,7 +290,10 @@ class PagePool:
             self._free(group, page)
 
     def give_back(self, group: int, page: int) -> None:
-        """Removes a holder of a page. A page without holders is cached if ``find`` can return it, else it is free."""
+        """Removes a holder of a page.
+
+        A page without holders is cached if ``find`` can return it; otherwise it is free.
+        """
         pool = self._groups[group]
         pool.references[page] -= 1
         if pool.references[page]:
@@ -329,8 +333,8 @@ class PagePool:
 class PageScores:
     """Keeps the scores of tokens in pages of the prefix cache, so that a shared prefix is scored only once.
 
-    A token's score depends only on the token and those before it, so the digest of its page identifies the score. All
-    scores of a page have the same number of alternatives. The scores of the least recently used pages are dropped.
+    A token's score depends only on the token and the tokens before it, so the digest of its page identifies the score.
+    All scores of a page have the same number of alternatives. The scores of the least recently used pages are dropped.
     """
 
     def __init__(self, max_logprobs: int = _MAX_LOGPROBS) -> None:
@@ -347,7 +351,7 @@ class PageScores:
         return scores if kept == top else [replace(score, top=score.top[:top]) for score in scores]
 
     def keep(self, digest: bytes, scores: Sequence[TokenLogprob], top: int) -> None:
-        """Stores the scores of all tokens of a page, unless they are stored with at least as many alternatives."""
+        """Stores the scores of a page's tokens, unless scores with at least as many alternatives are stored already."""
         kept, earlier = self._pages.get(digest, (-1, ()))
         if kept >= top:
             return

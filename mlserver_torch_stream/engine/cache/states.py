@@ -1,4 +1,4 @@
-"""Holds the states of layers that have no key per token: convolutions, recurrences, linear attention.
+"""Holds the states of layers without a key per token, such as convolutions, recurrences and linear attention.
 
 Every state tensor of a layer is ``[slots, ...]``; a sequence has the same slot in all layers.
 """
@@ -19,7 +19,7 @@ _STATES = ("conv_states", "recurrent_states")
 
 
 class StateSlots:
-    """Copies the states of a batch's sequences into transformers' cache layers, and back."""
+    """Copies the states of a batch's sequences into transformers' cache layers and back."""
 
     def __init__(self, layout: CacheLayout, slots: int) -> None:
         self._slots = slots
@@ -31,7 +31,7 @@ class StateSlots:
         return copy.deepcopy(self._empty)
 
     def take(self, slots: Sequence[int]) -> dict[int, LinearAttentionLayer]:
-        """Returns layers, by their index, whose rows are copies of these slots."""
+        """Returns layers, by their index; their rows are copies of these slots."""
         index_on = _index_on(slots)
         return {
             number: _mapped(layer, lambda state: state.index_select(0, index_on(state.device)))
@@ -41,7 +41,7 @@ class StateSlots:
     def put(self, slots: Sequence[int], layers: Mapping[int, LinearAttentionLayer]) -> None:
         """Stores the rows of ``layers`` in these slots.
 
-        Raises MemoryError or torch.OutOfMemoryError; then all slots are unchanged.
+        Raises MemoryError or torch.OutOfMemoryError without having changed any slot.
         """
         for number in layers.keys() - self._held.keys():
             self._held[number] = _mapped(self._own(number, layers[number]), self._room)
@@ -68,7 +68,7 @@ class StateSlots:
                 state[slot] *= factor
 
     def _own(self, number: int, layer: LinearAttentionLayer) -> LinearAttentionLayer:
-        """Returns a layer with only the states of the given layer, which may also hold keys."""
+        """Returns a layer that has only the states of the given layer, which may also have keys."""
         own = copy.copy(self._empty[number])
         for name in vars(own):
             setattr(own, name, getattr(layer, name))
@@ -95,7 +95,7 @@ class StateSlots:
 
 
 def _index_on(slots: Sequence[int]) -> Callable[[torch.device], torch.Tensor]:
-    """Returns a function that maps a device to ``slots`` as a tensor there, and copies them to it only once."""
+    """Returns a function that maps a device to ``slots`` as a tensor there; it makes only one copy for each device."""
     return cache(torch.tensor(list(slots), dtype=torch.long).to)
 
 
@@ -110,7 +110,7 @@ def _set(states: Mapping[int, torch.Tensor | None]) -> list[int]:
 
 
 def _mapped(layer: LinearAttentionLayer, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearAttentionLayer:
-    """Returns a copy of the layer with new dictionaries, whose tensors are the results of ``change``."""
+    """Returns a copy of the layer in which each tensor is replaced by the result of ``change``."""
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Checks at load that every fast way of computing reproduces the logits of transformers' own forward."""
+"""Checks, when a model loads, that every faster computation reproduces the logits of transformers' own forward."""

@@ -1,7 +1,7 @@
-"""Decides at load how transformers' forward computes attention: with torch's operators, or kernels that match them.
+"""Decides at load how transformers' forward computes attention: with torch's operators, or with equivalent kernels.
 
-The kernels are our own on CPUs and varlen attention on CUDA. The error of the kernels is measured against torch's own
-attention in float32, on random sequences and layers.
+The kernels are our own on CPUs, and torch's varlen attention on CUDA GPUs. The error of the kernels is measured against
+torch's own attention in float32, on random sequences and layers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _CAP = 3.0  # a softcap that the random scores are near
 
 @dataclass(frozen=True)
 class SameAttention(Check[PagedAttention]):
-    """Checks that an attention gets the results of torch's operators, for the shapes of the model's attention calls.
+    """Checks that an attention gets the same results as torch's operators, for the shapes of a model's attention calls.
 
-    ``way`` is the form in which the model gets a batch.
+    ``way`` is the form of batches that the model gets.
     """
 
     name: ClassVar[str] = "same attention"
@@ -73,7 +73,7 @@ class SameAttention(Check[PagedAttention]):
 def choose_attention(
     model: transformers.PreTrainedModel, findings: SelfCheckResult, cache_dir: Path
 ) -> Verdict[PagedAttention]:
-    """Returns the kernels for the devices that hold the pages, where attention runs even if weights are offloaded.
+    """Returns the kernels for the devices with the pages: attention runs there, even if weights are offloaded.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
@@ -91,9 +91,10 @@ def choose_attention(
 def attention_kinds(
     model: transformers.PreTrainedModel, attention: PagedAttention, way: Way = Way.PACKED, page_size: int = 16
 ) -> dict[tuple[AttentionShape, torch.device], str | None]:
-    """Runs two tokens through the model. Returns the distinct shapes and devices of its attention calls.
+    """Runs two tokens through the model and returns the distinct shapes and devices of its attention calls.
 
-    Each value in the result says why ``attention`` refuses the call, or is None. Raises CannotPage.
+    Each value in the result says why ``attention`` refuses such a call; None means that it accepts the call. Raises
+    CannotPage.
     """
     kinds: dict[tuple[AttentionShape, torch.device], str | None] = {}
 
@@ -115,7 +116,7 @@ def attention_kinds(
 
 
 def _writes_alike(attention: PagedAttention, shape: AttentionShape, page_size: int, device: torch.device) -> bool:
-    """Returns whether an attention writes keys and values, whose memory is ordered by head, to the right slots."""
+    """Returns whether an attention writes keys and values to the right slots if their memory is ordered by head."""
     tokens, pages, heads = 3 * page_size, 4, shape.kv_heads
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(2))[:tokens].to(device)
     layers = [LayerPages(0, pages, page_size) for _ in range(2)]
@@ -133,7 +134,7 @@ def _writes_alike(attention: PagedAttention, shape: AttentionShape, page_size: i
 
 
 def narrowed(shape: AttentionShape) -> AttentionShape:
-    """Returns the shape with a window, chunk and softcap that matter even for short sequences with random scores."""
+    """Returns the shape with a window, chunk and softcap that affect even short sequences with random scores."""
     return replace(
         shape,
         window=None if shape.window is None else min(shape.window, _FAR),
@@ -145,11 +146,11 @@ def narrowed(shape: AttentionShape) -> AttentionShape:
 def farthest(
     attention: PagedAttention, shape: AttentionShape, page_size: int = 16, device: torch.device = _CPU
 ) -> float:
-    """Returns the largest error of a head's output for one query, relative to the size of the exact output.
+    """Returns the largest relative error of any head's output for any query.
 
-    The sequences are short and long, with one new token, a few, or a chunk. First all sequences run together, then the
-    sequences with one new token, then one alone. Values that no query sees are NaN, so that an attention that reads
-    them is found out.
+    Some sequences are short and some long; they have one new token, a few new tokens, or a chunk. First all sequences
+    run together, then only the sequences with one new token, then a single sequence. Values that no query sees are NaN,
+    so that an attention that reads them returns NaN.
     """
     single = [(0, 1), (page_size - 1, 1), (612, 1)]
     batches = ([*single, (page_size, 2), (299, 7), (550, 70)], single, single[-1:])
@@ -184,7 +185,7 @@ def _error(
 
 
 def random_batch(parts: Sequence[tuple[int, int]], page_size: int) -> tuple[Batch, int]:
-    """Returns a batch with these starts and numbers of new tokens, on shuffled pages, and the number of pages."""
+    """Returns a batch with these starts and numbers of new tokens on shuffled pages, and how many pages it uses."""
     counts = [-(-(start + count) // page_size) for start, count in parts]
     order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist())
     tables = [tuple(next(order) for _ in range(count)) for count in counts]

@@ -1,7 +1,7 @@
 """Compares logits at far positions without computing a long sequence.
 
-The check fills two caches by repeating the keys and values of a short sequence: transformers' own cache, and a few
-pages that a long block table names again and again. The next tokens must get the same logits with both caches.
+The check fills two caches, transformers' own and a few pages that a long block table lists repeatedly. Both caches
+repeat the keys and values of a short sequence. The next tokens must get the same logits with both caches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PART = 2
 
 
 def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> list[int]:
-    """Returns the lengths to compare: longer than the trial's, within the context, and with caches that fit the memory.
+    """Returns the lengths to compare: longer than the trial's sequences, but within the context and the memory.
 
     ``room`` is the number of bytes for caches; None means the bytes that are free on the devices now. ``more`` are
-    shorter lengths to compare as well.
+    shorter lengths that are also compared.
     """
     model, specs = trial.expected.model, trial.cache.specs
     config = model.config.get_text_config(decoder=True)
@@ -51,10 +51,10 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
 
 
 def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int) -> str | None:
-    """Compares the last token below ``length``, the first one above it and, if the trial is chunked, a chunk above it.
+    """Compares the last token below ``length``, the first token above and, if the trial is chunked, a chunk above.
 
-    ``short`` is a short sequence in the trial's cache; it takes part in the batches, and its keys and values fill the
-    far cache. Returns how much the logits differ and where; None if they agree.
+    ``short`` is a short sequence in the trial's cache. It is also in the batches, and its keys and values fill the far
+    cache. Returns how much the logits differ and where; None if they agree.
     """
     counts = [2, 1, 2] if trial.chunked else [1, 1]
     if length + 3 > comparable_context(trial.expected.model):
@@ -82,7 +82,7 @@ def compare_far(trial: Trial, short: TrialSequence, length: int, page_size: int)
 
 
 class _FarCache:
-    """A few pages that hold a sequence of ``first`` tokens and a short one, each with room for ``more`` tokens."""
+    """A few pages with a sequence of ``first`` tokens and a short sequence; both have room for ``more`` tokens."""
 
     def __init__(self, trial: Trial, short: TrialSequence, first: int, page_size: int, more: int) -> None:
         layout = trial.layout
@@ -106,7 +106,7 @@ class _FarCache:
                 self.cache.states.put([slot], trial.cache.states.take([short.slot]))
 
     def long_part(self, tokens: Sequence[int], end: int) -> BatchSequence:
-        """Returns the part of a step that extends the long sequence to ``end`` new tokens."""
+        """Returns the long sequence's part of a step; after this step the sequence has ``end`` new tokens."""
         start = self._first + end - len(tokens)
         tables = (self._passed(group, start) for group in self.cache.groups)
         return BatchSequence(tokens, start, tuple(tables), state_slot=self._slot(0))
@@ -116,7 +116,10 @@ class _FarCache:
         return BatchSequence(tokens, start, (tuple(self._near),) * len(self.cache.groups), state_slot=self._slot(1))
 
     def indices(self, start: int, stop: int) -> torch.Tensor:
-        """Returns the index of the repeated key and value at each position. All middle pages have the same content."""
+        """Returns, for each position, the index of the repeated key that is there.
+
+        All middle pages have the same content.
+        """
         return torch.arange(start, stop) % (_MIDDLE * self._size) % self.columns
 
     def _slot(self, slot: int) -> int:
@@ -126,12 +129,12 @@ class _FarCache:
         return self._own.get(entry, 1 + entry % _MIDDLE)
 
     def _passed(self, group: LayerGroup, start: int) -> tuple[int, ...]:
-        """Returns the long sequence's block table for a group, without the pages that the group's window has passed."""
+        """Returns the long sequence's block table for a group; pages that the group's window has passed are missing."""
         passed = group.oldest_seen(start) // self._size
         return tuple(-1 if entry < passed else self._page(entry) for entry in range(self._entries))
 
     def _fill(self, pages: LayerPages, near: LayerPages, group: LayerGroup) -> None:
-        """Writes a layer's keys and values: the short sequence's, and repeated copies of them for the long sequence."""
+        """Writes a layer's keys and values for the short sequence, and repeated copies for the long sequence."""
         computed, table = self._short.computed, self._short.tables[near.group]
         oldest = next(entry for entry, page in enumerate(table) if page >= 0) * near.page_size
         keys, values = near.read(table, oldest, computed)

@@ -1,6 +1,6 @@
-"""Chooses the forward of a loaded model: our decoder kernels, or else transformers' forward with the best attention.
+"""Chooses the forward of a loaded model: our decoder's, or else transformers' with the fastest attention that works.
 
-A faster forward or attention is used only if it reproduces the model's logits; otherwise the next one is tried.
+A faster forward or attention is used only if it reproduces the model's logits; otherwise the next candidate is tried.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ForwardChoice:
 def choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
 ) -> ForwardChoice:
-    """Chooses the forward of a model that can be batched according to ``findings``. Raises LoadFailed."""
+    """Chooses the forward of a model for which ``findings`` say that it can be batched. Raises LoadFailed."""
     model, quantised = expected.model, is_quantised(expected.model)
     if settings.weights in ROUNDED:
         if quantised:
@@ -102,7 +102,7 @@ def with_attention(
 def take_kernels(
     expected: ExpectedLogits, findings: SelfCheckResult, kernels: KernelOptions, weights: str | None = None
 ) -> Verdict[NativeForward]:
-    """Returns our decoder, rounded to the format ``weights`` (a key of ``ROUNDED``), and frees the model's own weights.
+    """Returns our decoder, with weights rounded to the format ``weights`` if given, and frees the model's own weights.
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
@@ -146,7 +146,10 @@ def take_rounded(
 
 
 def release_weights(model: nn.Module) -> None:
-    """Frees the parameters that the kernels have copied. Their shapes stay readable; reading their values raises."""
+    """Frees the parameters that the kernels have copied.
+
+    Their shapes stay readable; reading their values raises an error.
+    """
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""The harness of the checks at load: a candidate is used if its check accepts it; otherwise the reason is recorded."""
+"""Runs the checks at load: a candidate is used if its check accepts it; otherwise the reason is recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Check(ABC, Generic[T]):
     """Proves one property of a candidate.
 
     The outcome depends only on the check's name and inputs, the model's files, the code and the machine. A subclass is
-    a dataclass, whose fields with plain values are its inputs.
+    a dataclass; those of its fields that have plain values are its inputs.
     """
 
     name: ClassVar[str]
@@ -32,7 +32,7 @@ class Check(ABC, Generic[T]):
         """Returns the candidate's fault in one line, or None if it passes. May raise any error."""
 
     def inputs(self) -> dict[str, str | int | bool | None]:
-        """Returns the inputs, on which the outcome depends beside the model's files, the code and the machine.
+        """Returns the inputs of the check: the outcome depends on them, the model's files, the code and the machine.
 
         The values can be written as JSON.
         """
@@ -61,8 +61,8 @@ def accepted(
 ) -> Verdict[T]:
     """Makes a candidate and checks it. ``name`` ends the sentence "Checking …" of the log.
 
-    If the candidate is refused, ``otherwise``, which says what runs instead, is logged at this level, unless it is
-    empty. An error that the candidate raises becomes the reason, except LoadFailed, which is raised again.
+    If the candidate is refused, the text ``otherwise`` is logged at this level, unless it is empty; it says what runs
+    instead. An error that the candidate raises becomes the reason, except LoadFailed, which is raised again.
     """
     try:
         with stage(logger, f"Checking {name}"):

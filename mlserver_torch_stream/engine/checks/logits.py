@@ -23,7 +23,7 @@ _WEIGHT = 4
 
 
 class ExpectedLogits:
-    """The logits of one model, whose weights must not change while the object is used."""
+    """The expected logits of one model. Its weights must not change while this object is used."""
 
     def __init__(self, model: transformers.PreTrainedModel, dtype: torch.dtype | None = None) -> None:
         """``dtype`` is the dtype to which the compared forwards round; None means the model's dtype."""
@@ -36,7 +36,7 @@ class ExpectedLogits:
         self._samples: dict[tuple[int, ...], DynamicCache] = {}
 
     def near(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the logits ``[len(ids), vocabulary]`` of a sequence, computed alone and without a cache."""
+        """Returns the logits ``[len(ids), vocabulary]`` of a sequence, computed without other sequences or a cache."""
         key = tuple(ids)
         if key not in self._near:
             output = self.model(torch.tensor([ids], device=self._device), use_cache=False, return_dict=True)
@@ -48,7 +48,8 @@ class ExpectedLogits:
     ) -> torch.Tensor:
         """Returns the logits ``[len(tokens), vocabulary]`` of tokens after a long cache.
 
-        The cache has the last ``columns`` keys and values of ``sample``, repeated as the indices ``repeated`` say.
+        The cache consists of the last ``columns`` keys and values of ``sample``, in the order of the indices
+        ``repeated``.
         """
         key = (len(sample), columns, len(repeated), int(at_once), *tokens)
         if key not in self._far:
@@ -71,7 +72,7 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache, filled, with the states of ``sample``, because states have no positions."""
+        """Returns transformers' own cache with repeated keys and values; its states are those of ``sample``."""
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)
@@ -93,11 +94,10 @@ class ExpectedLogits:
 def far_columns(
     keys: torch.Tensor, values: torch.Tensor, repeated: torch.Tensor, first: int = 0, length: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values at the indices ``repeated``, ``[kv_heads, positions, head_dim]``. The oldest values are
-    enlarged, so that the result depends on them.
+    """Returns keys and values at the indices ``repeated``, ``[kv_heads, positions, head_dim]``.
 
-    The results are for the positions from ``first`` on, in a sequence of ``length`` tokens; None means the whole
-    sequence.
+    The oldest values are enlarged, so that the result depends on them. The positions start at ``first``, in a sequence
+    of ``length`` tokens; None means that they are the whole sequence.
     """
     indices = repeated.to(keys.device)
     keys, values = keys[:, indices], values[:, indices].clone()
@@ -158,7 +158,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """True if every single error must be within the tolerance, not only the mean error."""
+        """Whether every single error must be within the tolerance, not only the mean error."""
         return self._tolerance in _TOLERANCE.values()
 
     @property

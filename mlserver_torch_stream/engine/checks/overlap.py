@@ -1,6 +1,6 @@
-"""Checks at load that forwards that run at the same time on a device map compute the same logits as each one alone.
+"""Checks at load that forwards that overlap on a device map compute the same logits as separate forwards.
 
-The check also finds out whether a forward waits for its devices midway, by counting the operations that wait.
+By counting the operations that wait, the check also finds out whether a forward waits for its devices midway.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Overlap(Check[Pipeline]):
     forward: Forward
 
     def problem(self, candidate: Pipeline) -> str | None:
-        """Compares forwards that run at the same time with the same forwards run one by one, in another cache."""
+        """Compares simultaneous forwards with the same forwards that run one after the other, in another cache."""
         count = _ROUNDS * candidate.depth
         alone = _Sequences(self.model, self.forward, count)
         overlapping = _Sequences(self.model, StagedForward(self.forward, candidate), count)
@@ -69,7 +69,7 @@ class Overlap(Check[Pipeline]):
 
 
 def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
-    """Returns the pipeline; None if one device computes everything, or, with a warning, if forwards must not overlap.
+    """Returns the pipeline; None if one device computes everything, or (with a warning) if forwards must not overlap.
 
     ``forward`` is the model's forward, with the form of batches that the check at load has found.
     """
@@ -82,7 +82,7 @@ def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Fo
 
 
 def waits_midway(model: transformers.PreTrainedModel, forward: Forward) -> bool:
-    """Returns whether a decode step of sequences of different lengths waits for its devices midway; True if unknown."""
+    """Returns whether a decode step with different lengths waits for its devices midway; True if unknown."""
     try:
         sequences = _Sequences(model, forward, 2)
         for number in range(2):
@@ -141,7 +141,10 @@ Saw = Callable[[Any, tuple[Any, ...], Any], None]
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[misc]
-    """Reports basic operations inside composite ones. In inference mode torch itself reports only composite ones."""
+    """Reports the basic operations inside composite operations.
+
+    Torch's inference mode reports only the composite ones.
+    """
 
     def __init__(self, saw: Saw) -> None:
         super().__init__()
@@ -161,7 +164,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns the implementation of a composite operation, from torch or a Python package; None for a basic one."""
+    """Returns the implementation of a composite operation in torch or a Python package; None for a basic operation."""
     keys = [DispatchKey.CompositeImplicitAutograd]
     if operation.namespace != "aten":
         device = next((each.device.type for each in tree_leaves(args) if isinstance(each, torch.Tensor)), "cpu")
@@ -173,7 +176,7 @@ def _parts(operation: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 def count_waits(forward: Callable[[], object]) -> int:
-    """Returns how often one call, on this thread, waits for a device."""
+    """Returns how often one call on this thread waits for a device."""
     seen: list[bool] = []
     with _Operations(lambda *operation: seen.append(is_wait(*operation))):
         forward()
@@ -197,7 +200,7 @@ def _selects_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _waits_inside(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether a product of experts waits: unless torch has a kernel, the host reads each expert's rows."""
+    """Returns whether a product of experts waits: if torch has no kernel for it, the host reads each expert's rows."""
     if operation.name() != "aten::_grouped_mm" or not args[0].is_cuda:
         return False
     return args[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(args[0].device)[0] not in (9, 10)

@@ -32,10 +32,10 @@ _LEAST_LAYERS = 2  # so that a layer reads what a layer before it has written
 def check_packed(
     folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
 ) -> tuple[NativeForward, ProvedLoad]:
-    """Loads and checks packed weights. ``folder`` was written by ``gguf_packed``; ``name`` is the model's name;
-    ``max_model_len`` is the setting.
+    """Loads and checks packed weights.
 
-    Raises NotPacked or LoadFailed.
+    ``folder`` was written by ``gguf_packed``; ``name`` is the model's name; ``max_model_len`` is the setting. Raises
+    NotPacked or LoadFailed.
     """
     config = AutoConfig.from_pretrained(folder)
     settle_positions(config, max_model_len)
@@ -86,7 +86,7 @@ def _kind(projection: Projection) -> object:
 
 
 def _shorten(model: Any, depth: int) -> None:
-    """Removes all layers of a model but the first ``depth``."""
+    """Removes all layers of a model except the first ``depth`` layers."""
     values, layers = vars(model.config), model.config.num_hidden_layers
     values |= {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == layers}
     values["num_hidden_layers"] = depth
@@ -94,7 +94,7 @@ def _shorten(model: Any, depth: int) -> None:
 
 
 def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
-    """Makes the kernels' forward for ``decoder``, and compares its logits with those of ``model``.
+    """Makes a forward with our kernels for ``decoder``, and compares its logits with the logits of ``model``.
 
     Returns the forward, and what the comparison found. ``model`` is the same model in transformers, as ``gguf_packed``
     loads it. Raises NotPacked if the logits differ, and LoadFailed as ``NativeForward`` does.

@@ -1,7 +1,7 @@
 """Records the results of the checks at load in the cache folder, so that a later start need not repeat the checks.
 
 A record has the decoder's plan, the model's config as plain values, and the findings of the checks. A record is valid
-only for the same files, settings, code and chip, and is stored in the same way as compiled kernels.
+only for the same files, settings, code and chip. Records are stored like compiled kernels.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ENGINE = Path(__file__).parents[1]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """Replaces transformers' model when our kernels run the whole forward: then only its plain config is read."""
+    """Replaces transformers' model if our kernels run the whole forward: then only the model's plain config is read."""
 
     config: PreTrainedConfig
 
@@ -73,7 +73,7 @@ class Anew(Enum):
 
 
 class NotRecordable(Unsuitable):
-    """The results of a load's checks cannot be recorded; the message says why in one line."""
+    """Raised if the results of a load's checks cannot be recorded; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,9 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True)
 class ProvedLoad:
-    """The results of a load's checks. ``dtype`` is the dtype of dense weights in memory; None means quantised
-    blocks.
+    """The results of a load's checks.
+
+    ``dtype`` is the dtype of dense weights in memory; None means quantised blocks.
     """
 
     plan: DecoderPlan
@@ -154,7 +155,7 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
 
 
 def outline_of(model: Any) -> ModelOutline:
-    """Returns the model's plain config. Raises NotRecordable if the cache or the context would differ with it."""
+    """Returns the model's plain config. Raises NotRecordable if this config would change the cache or the context."""
     outline = ModelOutline(plain_config(_plain(vars(model.config))))
     if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
         raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")
@@ -162,7 +163,10 @@ def outline_of(model: Any) -> ModelOutline:
 
 
 def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
-    """Builds the decoder from the mapped files, so a weight is in memory only once it is read. Raises NotRecordable."""
+    """Builds the decoder from memory-mapped files, so a weight is in memory only after its first use.
+
+    Raises NotRecordable.
+    """
     try:
         tensor = mapped_tensors(files)
         decoder = build_decoder(
@@ -185,7 +189,7 @@ def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def check_files_hold(plan: DecoderPlan, parameters: Mapping[str, Tensor], files: Iterable[Path]) -> None:
-    """Raises NotRecordable unless the files contain each weight that the plan names, bit for bit."""
+    """Raises NotRecordable unless the files contain a bit-identical copy of each weight that the plan names."""
     stored = mapped_tensors(files)
     for name in sorted(plan.used):
         parameter = parameters[name]

@@ -1,7 +1,7 @@
-"""Checks at load that each sequence gets the same logits in a batch as alone, at near and at far positions.
+"""Checks at load that each sequence gets the same logits in a batch as on its own, at near and at far positions.
 
-The near check (``Trial``) compares batches over pages with each sequence alone. The far check (``compare_far``)
-compares tokens that follow a long cached sequence.
+The near check (``Trial``) runs batches over pages, and compares them with separate runs of each sequence. The far check
+(``compare_far``) compares tokens that follow a long cached sequence.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Forward)
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckResult:
-    """The result of the check. ``problem`` says why the model cannot be batched; None means that it can.
+    """The result of the check. ``problem`` says why the model cannot be batched; None means that it can be batched.
 
     ``chunked`` says whether prefill can be chunked. ``specs`` describe the cache on each device.
     """
@@ -53,7 +53,7 @@ class SelfCheckResult:
 
     @property
     def spec(self) -> CacheSpec | None:
-        """The spec of all devices together; None if the model cannot be batched."""
+        """The cache's spec for all devices together; None if the model cannot be batched."""
         return in_all(self.specs.values()) if self.problem is None else None
 
 
@@ -61,8 +61,8 @@ class SelfCheckResult:
 class SameLogits(Check[F]):
     """Checks that a forward over pages reproduces the model's logits.
 
-    The near check uses pages of ``small_page`` tokens, the far check pages of ``page_size`` tokens. ``room`` is passed
-    to ``far_lengths``, ``dtype`` to ``ExpectedLogits``. ``trial`` is the newest trial.
+    The near check uses pages of ``small_page`` tokens; the far check uses pages of ``page_size`` tokens. ``room`` is
+    passed to ``far_lengths``, and ``dtype`` is passed to ``ExpectedLogits``. ``trial`` is the newest trial.
     """
 
     name: ClassVar[str] = "same logits"
@@ -86,7 +86,7 @@ class SameLogits(Check[F]):
     def _differing(self, forward: F, lengths: Sequence[int] = (), same_operations: bool = False) -> str | None:
         """Returns how much the logits differ and at which position; None if they agree.
 
-        The compared sequences have the lengths that the config suggests, and ``lengths`` tokens.
+        The compared sequences have the lengths that the config suggests, and those in ``lengths``.
         """
         layout = CacheLayout(self.expected.model.config)
         trial = self.trial = Trial(
@@ -105,7 +105,7 @@ class SameLogits(Check[F]):
 
 
 class BatchedLogits(SameLogits[ModelForward]):
-    """Checks that a model, given batches in one form, computes the logits that each sequence gets alone."""
+    """Checks that a model computes the same logits for batches in one form as for each sequence by itself."""
 
     name = "batched logits"
 
@@ -127,10 +127,10 @@ def check_batching(
     expected: ExpectedLogits | None = None,
     page_size: int = CPU_PAGE_SIZE,
 ) -> SelfCheckResult:
-    """Returns the first form of batches that reproduces the model's logits: with chunks of prompts, else with whole
-    prompts.
+    """Returns the first form of batches that reproduces the model's logits.
 
-    ``room`` is passed to ``far_lengths``. Raises LoadFailed as ``BatchedLogits`` does.
+    Each form is tried with chunks of prompts, then with whole prompts. ``room`` is passed to ``far_lengths``. Raises
+    LoadFailed as ``BatchedLogits`` does.
     """
     try:
         CacheLayout(model.config)
@@ -148,10 +148,10 @@ def check_batching(
 
 
 def check_generate(model: transformers.PreTrainedModel) -> None:
-    """Runs ``generate`` as the serial engine does, for a model that cannot be batched. Raises LoadFailed if it fails.
+    """Runs ``generate`` once for a model that cannot be batched, as the serial engine would.
 
-    So an error that has nothing to do with batching ends the load. NaN in the logits also ends the load, because NaN
-    fails every comparison of logits.
+    Raises LoadFailed if ``generate`` fails or the logits are NaN, because then the fault has nothing to do with
+    batching.
     """
     ids = torch.ones((1, 3), dtype=torch.long, device=input_device(model))
     config = GenerationConfig(
@@ -168,9 +168,9 @@ def check_generate(model: transformers.PreTrainedModel) -> None:
 def _moved(trial: Trial, forward: ModelForward) -> str | None:
     """Returns how much the logits change if the model is told that the batch has a sequence of the maximum length.
 
-    In models that only scale their attention with positions, such as Llama 4, the change is small, and in half
-    precision rounding hides it in the comparison with each sequence alone. The two forwards that are compared here
-    differ only in that length.
+    In some models, such as Llama 4, positions only scale attention, so the change is small; in half precision, rounding
+    hides it when a batch is compared with each sequence alone. The two forwards that are compared here differ only in
+    that length.
     """
     batch = trial.last
     more = comparable_context(trial.expected.model) - max(each.start for each in batch.sequences) - batch.tokens
@@ -187,10 +187,10 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
 
 
 def _forgotten(trial: Trial, forward: ModelForward) -> str | None:
-    """Says which kind of state a chunk ignores: one that changes no logits. Returns None if there is none.
+    """Says which kind of state a chunk ignores: changing such a state changes no logits.
 
-    Some models, such as Jamba, restart a recurrence in each call with more than one token, which rounding in half
-    precision can hide.
+    Returns None if there is none. Some models, such as Jamba, restart a recurrence in each call with more than one
+    token; in half precision, rounding can hide this error.
     """
     states = trial.cache.states
     if trial.comparison.is_exact or not trial.chunked or states is None:

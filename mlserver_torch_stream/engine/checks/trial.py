@@ -1,8 +1,8 @@
 """Runs a few sequences over one paged cache as a scheduler would, and compares their logits with the expected ones.
 
 Some prompts are computed in chunks and some whole. Sequences leave the batch, share a page, fork, and get several
-tokens in one step, as when drafts are verified. The pages of a sequence are not adjacent, and new pages contain old
-values.
+tokens in one step, as they do when drafts are verified. The pages of a sequence are not adjacent, and new pages contain
+old values.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class TrialSequence:
 
 @dataclass(slots=True)
 class Trial:
-    """Runs the sequences and compares their logits. If ``chunked`` is true, prompts are computed in chunks and
-    sequences share pages; otherwise each prompt is computed whole.
+    """Runs the sequences and compares their logits.
 
-    ``same_operations`` is passed to ``Comparison``.
+    If ``chunked`` is true, prompts are computed in chunks and sequences share pages; otherwise each prompt is computed
+    whole. ``same_operations`` is passed to ``Comparison``.
     """
 
     expected: ExpectedLogits
@@ -77,7 +77,7 @@ class Trial:
         return Comparison(self.expected.dtype, same_operations=self.same_operations)
 
     def run(self) -> tuple[str | None, TrialSequence]:
-        """Returns how much the logits differ, or None if they agree, and a short sequence that is still in the cache.
+        """Returns how much the logits differ (None if they agree), and a short sequence that is still in the cache.
 
         In full precision the first difference ends the trial.
         """
@@ -100,8 +100,8 @@ class Trial:
     def _disturbed(self, other: TrialSequence, sequence: TrialSequence) -> str | None:
         """Returns how much a sequence's logits change after another sequence has run; None if they do not change.
 
-        This finds states that a model keeps in its own modules. In half precision such states can be too weak to be
-        found otherwise.
+        This finds states that a model keeps in its own modules. In half precision, other checks can miss such states,
+        because their effect is small.
         """
         first = self._tried(sequence)
         self._tried(other)
@@ -110,7 +110,7 @@ class Trial:
         return comparison.difference
 
     def _tried(self, sequence: TrialSequence) -> torch.Tensor:
-        """Computes a sequence alone and returns the logits of its next token; the sequence is not changed."""
+        """Computes a sequence outside any batch, without changing it, and returns the logits of its next token."""
         start = sequence.computed
         self._make_room(sequence, start + 1)
         copies = ((sequence.slot, SPARE_SLOT),) if sequence.slot >= 0 else ()
@@ -124,7 +124,7 @@ class Trial:
 
     @property
     def _goes_on(self) -> bool:
-        """Returns whether a sequence can continue from its pages alone, with any number of tokens."""
+        """Returns whether a sequence can continue from nothing but its pages, with any number of tokens."""
         return self.chunked and not self.layout.has_states
 
     def _plan(self, a: TrialSequence, b: TrialSequence) -> list[tuple[int, int, int, int, int]]:
@@ -186,7 +186,7 @@ class Trial:
         return TrialSequence(ids, prompt, self._slots if self.layout.has_states else -1, tables)
 
     def _sharing(self, other: TrialSequence) -> TrialSequence:
-        """Returns a new sequence that shares the first page, which must be full, of another sequence."""
+        """Returns a new sequence that shares the first page of another sequence; that page must be full."""
         size = self.page_size
         ids = other.ids[:size] + [self.token(7000 + number) for number in range(9 + _AFTER)]
         tables = [table[:1] for table in other.tables]
@@ -195,7 +195,7 @@ class Trial:
         return shared
 
     def _forked(self, other: TrialSequence) -> TrialSequence:
-        """Returns a new sequence that continues another one with different tokens, on a copy of the newest page."""
+        """Returns a copy of a sequence that continues with different tokens, on a copy of the newest page."""
         ids = other.ids[: other.computed] + [self.token(9000 + number) for number in range(_AFTER)]
         tables = [list(table) for table in other.tables]
         fork = self._added(ids, other.prompt, tables)
@@ -211,7 +211,7 @@ class Trial:
     # --- pages ---
 
     def _make_room(self, sequence: TrialSequence, end: int) -> None:
-        """Drops the pages that a window has passed, and takes pages for the new tokens."""
+        """Drops the pages that a window has passed, and allocates pages for the new tokens."""
         for group, table in enumerate(sequence.tables):
             passed = self.cache.groups[group].oldest_seen(sequence.computed) // self.page_size
             table[:passed] = [-1] * min(passed, len(table))

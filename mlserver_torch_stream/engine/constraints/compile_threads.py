@@ -1,11 +1,11 @@
 """Compiles constraints, one to three at a time, on daemon threads with large stacks.
 
-llguidance recurses for each nested part and each reference. The longest source that is accepted needs up to 64 MB of
-stack; on a smaller stack the process would crash.
+The library llguidance recurses for each nested part and each reference. The longest source that is accepted needs up to
+64 MB of stack; on a smaller stack the process would crash.
 
-The threads have normal priority. When a thread of lower priority returns from the library, it gets the interpreter
-lock; on a busy machine it then gets no core, and all other threads wait for the lock. Measured on 2026-11-23 with a
-nice value of 10: streams stopped for 0.2 to 0.5 s, and a compilation took five times as long.
+The threads have normal priority. A thread of lower priority takes the interpreter lock when it returns from the
+library. On a busy machine it may then get no core, while all other threads wait for the lock. Measured on 2026-11-23
+with a nice value of 10: streams stopped for 0.2 to 0.5 s, and a compilation took five times as long.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Compilation(Future[_T]):
 def threads_for(cores: int) -> int:
     """Returns how many constraints are compiled at a time.
 
-    If there are several cores, one is left for the streams, except while the spare thread compiles.
+    If there are several cores, the streams keep one of them, except while the spare thread compiles.
     """
     return max(1, min(_MAX_THREADS, cores - 1))
 
 
 class CompileThreads(Generic[_T]):
-    """Runs at most ``threads`` threads, and a spare one that compiles if the others have started nothing for a second.
+    """Runs at most ``threads`` threads, and a spare thread that compiles if they have started nothing for a second.
 
     The process can end while these threads run.
     """
@@ -53,7 +53,7 @@ class CompileThreads(Generic[_T]):
         self._begun = 0  # compilations, except those in the spare thread
 
     def submit(self, work: Callable[[], _T]) -> Compilation[_T]:
-        """Runs ``work`` once a thread is free. A compilation that is cancelled before that never starts.
+        """Runs ``work`` when a thread is free. If the compilation is cancelled before that, it never starts.
 
         Raises RuntimeError if no thread runs and none can be started.
         """

@@ -1,7 +1,7 @@
 """Compiles the constraints of requests for the vocabulary of a model's tokenizer.
 
-Compiling can take seconds, so it runs in other threads. From a ``tokenizer.json`` llguidance would make a second
-tokenizer, which takes 17 MB for 49,000 tokens. Here llguidance calls the model's tokenizer instead.
+Compiling can take seconds, so it runs in other threads. If llguidance got a ``tokenizer.json``, it would create a
+second tokenizer, which takes 17 MB for 49,000 tokens. Here llguidance calls the model's tokenizer instead.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ class TokenVocabulary:
 
 
 def _is_special(token: Any) -> bool:
-    """Returns whether llguidance must keep a token out of text, such as ``</think>``, even if it is not marked as
-    special.
+    """Returns whether llguidance must keep a token out of text.
+
+    This includes tokens such as ``</think>`` that are not marked as special.
     """
     content = str(token.content)
     return bool(token.special) or (content.startswith("<") and content.endswith(">"))
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    """Reads a fast tokenizer that neither pads nor truncates. Raises ValueError for a kind that llguidance does not
-    know.
+    """Reads a fast tokenizer that neither pads nor truncates.
 
-    If the tokenizer has a normalizer, llguidance makes its own copy of it, without normalizers that add text.
+    Raises ValueError for a kind of tokenizer that llguidance does not know. If the tokenizer has a normalizer,
+    llguidance makes its own copy of the tokenizer, without normalizers that add text.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -107,7 +108,7 @@ class ConstraintCompiler:
     def prepare(self) -> LLTokenizer | str:
         """Reads the vocabulary. This blocks all threads for 0.3 to 1 s, so it is done when a model is loaded.
 
-        Returns a str, which is the reason, if structured output is not possible with this tokenizer.
+        If structured output is not possible with this tokenizer, returns the reason as a str.
         """
         with self._preparing:
             if self._prepared is None:
@@ -188,7 +189,7 @@ class ConstraintCompiler:
         return json.dumps({"grammars": grammars})
 
     def _pieces(self, text: str, tokenizer: LLTokenizer) -> list[str | int]:
-        """Returns the text in pieces, in which each special token is replaced by its id."""
+        """Returns the text as a list of pieces, in which each special token is replaced by its id."""
         pieces: list[str | int] = []
         for token_id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
             if tokenizer.is_special_token(token_id):

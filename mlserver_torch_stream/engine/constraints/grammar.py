@@ -1,4 +1,4 @@
-"""Writes a constraint as a grammar of llguidance, with or without reasoning before it."""
+"""Writes a constraint as llguidance's grammar, with or without reasoning before the answer."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def after_reasoning(
 ) -> list[dict[str, Any]]:
     """Returns grammars for any text up to and including the first ``end``, followed by ``grammar``.
 
-    ``end_id`` is the id of the special token ``end``; None if ``end`` consists of text tokens. ``begin`` has the
-    pieces, text or ids of special tokens, with which the text before ``grammar`` must begin; then that text may also be
-    missing.
+    ``end_id`` is the id of the special token ``end``; None if ``end`` consists of text tokens. ``begin`` has the pieces
+    (text or ids of special tokens) with which the text before ``grammar`` must begin. If ``begin`` is given, the text
+    before ``grammar`` may also be missing.
     """
     if end_id is None:
         reasoning = f"reasoning[suffix={_literal(end)}]: /{_TEXT}/"
@@ -79,7 +79,7 @@ def _literal(text: str) -> str:
 
 
 def _lark(source: str) -> str:
-    """Returns the source as a Lark grammar; translates it if it is in llama.cpp's GBNF."""
+    """Returns the source as a Lark grammar. A source in llama.cpp's GBNF is translated."""
     if source.count("::=") > _MAX_GBNF_RULES:
         raise ValueError(f"must have at most {_MAX_GBNF_RULES} rules in GBNF; Lark's language may have more")
     try:

@@ -1,7 +1,7 @@
-"""Finds the bytes of each token of a tokenizer, which replies with log-probabilities show.
+"""Finds the bytes of each token of a tokenizer. Replies with log-probabilities contain these bytes.
 
-If ``TokenBytes.join_to_text`` is true, the text of an answer consists of these bytes. Other tokenizers may drop a
-leading space or replace bytes when they decode several tokens.
+If ``TokenBytes.join_to_text`` is true, the joined bytes of an answer's tokens are the answer's text. Other tokenizers
+may drop a leading space or replace bytes when they decode several tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 
 
 class TokenBytes:
-    """Looks up the bytes of each token only once. An id without a token has no bytes.
+    """Finds the bytes of tokens, and looks up each token only once. An id without a token has no bytes.
 
     ``byte_level`` means that the tokenizer writes bytes in GPT-2's alphabet. ``join_to_text`` means that the
     tokenizer's only decoder is ByteLevel: the text of ids is their bytes, concatenated and decoded as UTF-8.
@@ -68,8 +68,9 @@ def _decoders(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Returns GPT-2's alphabet: printable Latin-1 characters stand for their byte, U+0100 and on for the other
-    bytes.
+    """Returns GPT-2's alphabet.
+
+    A printable Latin-1 character stands for its own byte. The other bytes are represented by characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""Matches the tokens of one sequence with its compiled constraint, and says which tokens may come next."""
+"""Matches the tokens of a sequence with the sequence's compiled constraint, and says which tokens may come next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenMatcher:
     """Says which tokens the constraint allows next. All methods run on the engine's thread.
 
     ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
-    already consumed these tokens, so that the mask of the token after them can be computed before they are accepted.
+    already consumed these tokens, so that the mask for the next free choice can be computed before they are accepted.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class TokenMatcher:
     ) -> None:
         """``matcher`` has already consumed ``forced``; then ``first_mask`` says which tokens it allows.
 
-        ``eos_ids`` are the end tokens of its tokenizer, ``end_ids`` the tokens that end this sequence. ``field`` is the
-        request parameter that set the constraint.
+        ``eos_ids`` are the end tokens of the tokenizer; ``end_ids`` are the tokens that end this sequence. ``field`` is
+        the request parameter that set the constraint.
         """
         self._matcher = matcher
         self._field = field
@@ -82,7 +82,7 @@ class TokenMatcher:
             self._consume(forced)
 
     def prefix(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Returns the drafts before the first one that the constraint does not allow."""
+        """Returns the drafts before the first draft that the constraint does not allow."""
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, self.forced, strict=False)))
         if right < len(self.forced):
             return drafts[:right]
@@ -90,7 +90,7 @@ class TokenMatcher:
         return drafts[: right + self._matcher.validate_tokens(list(drafts[right:]))]
 
     def mask(self) -> TokenMask:
-        """Returns the tokens that may come next. Raises ConstraintTooComplex if computing them is too complex."""
+        """Returns the tokens that may come next. Raises ConstraintTooComplex if the computation is too complex."""
         mask: TokenMask
         if self.forced:
             mask = np.zeros(self._bytes, dtype=np.uint8)
@@ -117,7 +117,7 @@ class TokenMatcher:
     def _settle(self) -> None:
         """Waits until no other thread uses the matcher.
 
-        An error in the other thread will occur again when ``mask`` computes the mask.
+        An error in that thread is ignored here: it will occur again when ``mask`` computes the mask.
         """
         if self._computing is not None:
             self._computing.exception()

@@ -1,1 +1,1 @@
-"""Runs one call of a model on new tokens with transformers' forward, and prepacks its linear layers for CPUs."""
+"""Runs transformers' forward of a model on new tokens, and prepacks the model's linear layers for CPUs."""

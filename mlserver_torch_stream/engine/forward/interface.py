@@ -1,4 +1,4 @@
-"""Defines the interface of a forward: one call of a model on the packed new tokens of a batch, over pages."""
+"""Defines the interface of a forward, which is one call of a model on the packed new tokens of a batch, over pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Logits:
     """The logits ``[wanted rows, vocabulary]`` of a batch, in the model's dtype or in float32.
 
     ``argmax`` has, for each row, the id of its first largest logit over all columns of ``tensor``, or -1 if that logit
-    is NaN or infinite; None means that it was not computed. It may have more entries than ``tensor`` has rows.
+    is NaN or infinite; None means that it was not computed. ``argmax`` may have more entries than ``tensor`` has rows.
     ``row_draw`` draws tokens on the forward's threads; None means that torch draws them.
     """
 
@@ -34,10 +34,11 @@ class Logits:
 
 
 class Forward(Protocol):
-    """Returns the logits of a batch. The next call may overwrite them.
+    """Returns the logits of a batch. The next call may overwrite these logits.
 
     A forward executes the batch's copies, and writes the keys and values of the new tokens to their pages. If a forward
-    raises, what it wrote to pages is undefined but the states are unchanged, so the same tokens can be tried again.
+    raises an error, what it wrote to pages is undefined, but the states are unchanged, so the same tokens can be tried
+    again.
     """
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
@@ -57,7 +58,7 @@ class LoadedForward(Forward, Protocol):
 
     @property
     def packs(self) -> bool:
-        """True if the forward computes all new tokens of a batch together, so that a few more tokens cost little."""
+        """Whether the forward computes all new tokens of a batch together, so that a few more tokens cost little."""
         return True
 
     def reserve(self, cache: PagedCache) -> None:
@@ -65,5 +66,5 @@ class LoadedForward(Forward, Protocol):
         return None
 
     def describe(self) -> str:
-        """Returns a description of the forward for the summary of a load."""
+        """Returns a description of the forward, for the summary that is logged after a load."""
         ...

@@ -1,9 +1,9 @@
 """Calls a transformers model on the new tokens of a batch, with the arguments that its forward accepts.
 
-A model gets a batch in one of three forms; ``checks.selfcheck`` tries them and keeps the first that reproduces the
-model's logits. In the packed form all tokens are in one row. In the form with rows, for models with states, each
-sequence with one new token is a row, and each chunk of a prompt runs alone. The form with rows and masks, for models
-whose attention cannot be replaced, has the same rows, with masks over gathered keys and values.
+A model gets a batch in one of three forms; ``checks.selfcheck`` chooses the first form that reproduces the model's
+logits. In the packed form all tokens are in one row. The form with rows is for models with states: each sequence with
+one new token is a row, and each chunk of a prompt runs in a separate call. The form with rows and masks is for models
+whose attention cannot be replaced: it has the same rows, with masks over gathered keys and values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlserver_torch_stream.engine.forward.model_step import ModelStep, MovedCach
 class ModelForward(LoadedForward):
     """The ``Forward`` of any transformers model.
 
-    Accelerate's hooks move the inputs to each layer's device, and a layer's pages are on the device of its keys. The
+    Accelerate's hooks move the inputs to each layer's device; the pages of a layer are on the device of its keys. The
     logits are on the device of the model's last module.
     """
 
@@ -64,7 +64,7 @@ class ModelForward(LoadedForward):
         self._watched = None if (base := model.base_model) is model else base.register_forward_hook(self._see_states)
 
     def _see_states(self, base: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Records the device of the last hidden states: a tied head can be on another device than the last norm."""
+        """Records the device of the last hidden states; a tied head can be on another device than the last norm."""
         self._states_device = output[0].device
         if self._watched is not None:
             self._watched.remove()
@@ -91,10 +91,10 @@ class ModelForward(LoadedForward):
         return Logits(logits[0] if len(logits) == 1 else _in_order(batch, parts, logits))
 
     def tried(self, batch: Batch, cache: PagedCache, more: int = 0) -> tuple[torch.Tensor, bool]:
-        """Returns the logits of sequences that fit in one call, and does not change their states.
+        """Returns the logits of sequences that fit in one call, without changing their states.
 
-        The cache reports ``more`` tokens in addition to those that it has. The second value says whether the model's
-        code reads that number.
+        The cache reports ``more`` tokens in addition to those that it has. The second result says whether the model's
+        code reads this number of tokens.
         """
         step = ModelStep(batch, cache, self.way, self.attention, moved=more)
         return self._run(step), isinstance(step.cache, MovedCache) and step.cache.was_read
@@ -130,9 +130,10 @@ class ModelForward(LoadedForward):
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Splits a batch. Consecutive sequences that only decode one token stay together; every other sequence is alone.
+    """Splits a batch.
 
-    The order is kept, because a sequence may read pages that a sequence before it writes.
+    Consecutive sequences that only decode one token stay together; every other sequence becomes a batch of its own. The
+    order is kept, because a sequence may read pages that an earlier sequence writes.
     """
     parts: list[Batch] = []
     for together, group in groupby(batch.sequences, lambda each: each.count == 1 and each.start > 0):
@@ -153,10 +154,10 @@ def _in_order(batch: Batch, parts: Sequence[Batch], logits: Sequence[torch.Tenso
 def give_contiguous_states(model: transformers.PreTrainedModel) -> None:
     """Makes the output embeddings copy the hidden states of a prompt's last token before they use them.
 
-    A prompt's last hidden states are a slice ``[rows, 1, hidden]`` of all its hidden states, with the same strides. To
-    multiply such a slice on a CPU, torch copies the whole weight matrix. The copy takes 95 ms for 49,152 tokens of 576
-    dimensions in bfloat16, and the product itself 3 ms (torch 2.13, two cores with AMX). The tensor method
-    ``contiguous`` would not help, because it ignores the stride of a single row.
+    The hidden states of a prompt's last token are a slice ``[rows, 1, hidden]`` of all hidden states, with their
+    strides. To multiply such a slice on a CPU, torch copies the whole weight matrix. For 49,152 tokens of 576
+    dimensions in bfloat16, this copy takes 95 ms and the product itself 3 ms (torch 2.13, two cores with AMX). The
+    tensor method ``contiguous`` would not help, because it ignores the stride of a single row.
     """
 
     def contiguous(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -34,10 +34,10 @@ Positions = Callable[[torch.device], torch.Tensor]
 
 
 class SeenTokens(int):
-    """The number of cached tokens that a model sees before a packed row: that of the sequence that has the most.
+    """The number of cached tokens that a model sees before a packed row: the largest number of any sequence.
 
-    Some models, such as Llama 4, compute positions by adding this number to the indices of the row's tokens. The class
-    changes this addition, so that its result is the right position of each token.
+    Some models, such as Llama 4, compute positions by adding this number to the indices of the row's tokens. This class
+    changes the addition so that the result is the correct position of each token.
     """
 
     positions: Positions
@@ -63,7 +63,7 @@ class SeenTokens(int):
 
 
 class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of the cache of one forward. ``columns`` is what its ``get_mask_sizes`` returns."""
+    """One layer of a cache that serves one forward. ``columns`` is what its ``get_mask_sizes`` returns."""
 
     is_compileable = False
 
@@ -88,7 +88,7 @@ class PagesLayer(CacheLayerMixin):  # type: ignore[misc]
         return pair
 
     def gave(self, key: torch.Tensor) -> bool:
-        """Returns whether ``update`` has returned this very tensor."""
+        """Returns whether this tensor is the one that ``update`` returned."""
         return self._newest_key() is key
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -123,13 +123,13 @@ class StepCache(Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer has no keys. transformers makes masks for the first layer with keys."""
+        """Says for each layer whether it has no keys; transformers makes masks for the first layer with keys."""
         return [not isinstance(each, PagesLayer) for each in self.layers]
 
     def layer_of(self, key: torch.Tensor) -> PagesLayer | None:
-        """Returns the layer whose ``update`` returned this very tensor; None if there is none.
+        """Returns the layer whose ``update`` returned this tensor itself; None if there is no such layer.
 
-        Layers are called in order, so the search begins with the layer found last and the layer after it.
+        Layers are called in order, so the search begins with the layer that was found last, then tries the next layer.
         """
         count = len(self._pages)
         for step in range(count):
@@ -141,9 +141,10 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class MovedCache(StepCache):
-    """A cache that reports more tokens than it has to all callers except the code for masks, and records who asks.
+    """A cache that reports more tokens than it has to every caller except transformers' code for masks.
 
-    This cache shows whether a model's logits depend on the longest sequence of a batch.
+    The cache also records whether such a caller has asked. It shows whether a model's logits depend on the longest
+    sequence of a batch.
     """
 
     def __init__(self, layers: Iterable[object], more: int) -> None:
@@ -178,12 +179,12 @@ def _asker() -> str | None:
 
 
 def has_latents(module: nn.Module) -> bool:
-    """Returns whether an attention layer caches latents, as MLA does, that ``expand_kv`` turns into keys and values."""
+    """Returns whether an attention layer caches latents, as MLA does; ``expand_kv`` turns them into keys and values."""
     return hasattr(module, "expand_kv") and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple[LayerPages, BatchTensors]:
-    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with tables for these."""
+    """Returns the batch's pages, expanded to keys and values of all heads, and the batch with tables of these pages."""
     assert layer.keys is not None and layer.values is not None
     key = ("pages of latents", layer.group)
     if key not in batch.memo:
@@ -194,7 +195,7 @@ def expanded(module: nn.Module, layer: LayerPages, batch: BatchTensors) -> tuple
 
 
 def _renumbered(batch: BatchTensors, group: int) -> tuple[torch.Tensor, BatchTensors]:
-    """Returns the pages that a batch uses, and the batch with tables that number these pages from 0."""
+    """Returns the pages that a batch uses, and the batch with block tables that number these pages from 0."""
     used, places = torch.unique(batch.tables[group], return_inverse=True)
     rows = places.tolist()
     sequences = tuple(
@@ -324,7 +325,7 @@ class ModelStep:
     # --- attention by masks ---
 
     def _columns(self, span: int | None) -> tuple[int, int]:
-        """Returns the number of positions per row that a layer returns, and the first of these positions.
+        """Returns how many positions of each row a layer returns, and the first of these positions.
 
         Shorter rows are padded on the left.
         """
@@ -334,7 +335,7 @@ class ModelStep:
         return shown, self._longest - shown
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
-        """Returns a mask ``[rows, positions]``, 0 where a row is padded on the left; None if no row is padded."""
+        """Returns a mask ``[rows, positions]``, which is 0 where a row is padded on the left; None without padding."""
         if all(each.length == self._longest for each in self.batch.sequences):
             return None
         lengths = self.on(device).lengths
@@ -343,7 +344,11 @@ class ModelStep:
     def _store_and_gather(
         self, layer: PagesLayer, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``[rows, kv_heads, positions, head_dim]`` with zeros where a row is padded."""
+        """Stores the new keys and values.
+
+        Returns the keys and values that the rows see, each ``[rows, kv_heads, positions, head_dim]``, padded with
+        zeros.
+        """
         self._store(layer, key, value)
         group, tensors = layer.pages.group, self.on(key.device)
         if ("columns", group) not in tensors.memo:
@@ -353,7 +358,7 @@ class ModelStep:
         return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
 
     def _shown(self, group: int, tensors: BatchTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slots of the positions that a group returns, ``[rows, positions]``, and which are padding."""
+        """Returns the slots ``[rows, positions]`` of the positions that a group returns, and a mask of the padding."""
         shown, _ = self._columns(self._pages.groups[group].span)
         oldest = [self._pages.groups[group].oldest_seen(each.start) for each in self.batch.sequences]
         first = torch.tensor(oldest, device=tensors.positions.device)[:, None]  # older pages are given back
@@ -369,4 +374,4 @@ def _narrower(window: int | None, other: int | None) -> int | None:
 
 
 class _NoLayer:
-    """Replaces a layer of transformers' cache that holds nothing."""
+    """Replaces a layer that holds nothing in transformers' cache."""

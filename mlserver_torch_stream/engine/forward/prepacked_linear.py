@@ -1,9 +1,10 @@
 """Reorders the weights of linear layers once, as oneDNN needs them, for models in bfloat16 on CPUs.
 
-This is for models that our own kernels do not support. With 16 rows a layer of a small model takes a third of the time
-of ``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The operators are private to torch. So the
-results of every packed layer are compared with ``F.linear``, and those of the whole model before its own weights are
-freed. A linear layer does not depend on positions, so it is enough to check the model at near positions.
+Packing is for models that our own kernels do not support. With 16 rows, a packed layer of a small model takes a third
+of the time of ``F.linear``, which reorders the weights in each call (benchmarks/LOG.md). The packed operators are
+private to torch. So the results of each packed layer are compared with the results of ``F.linear``. The logits of the
+whole model are compared, too, before its own weights are freed. A linear layer does not depend on positions, so a check
+of the model at near positions is enough.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class _Packed:
         self._released: list[tuple[nn.Linear, Tensor]] = []
 
     def take(self, layer: nn.Linear) -> None:
-        """Packs a layer. Raises ArithmeticError if packing changes the layer's results, and the operators' own
-        errors.
+        """Packs a layer.
+
+        Raises ArithmeticError if packing changes the layer's results, or an error of the operators.
         """
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
         forward = partial(_linear, weight, layer.bias)

@@ -1,1 +1,1 @@
-"""Loads models from files onto their devices, once for all engines that share a model, and checks them there."""
+"""Loads models from files onto their devices, only once for all engines that share a model, and checks the models."""

@@ -1,4 +1,4 @@
-"""Refuses checkpoints: before the model is built if their files contradict each other, afterwards if weights are wrong.
+"""Refuses checkpoints: before the model is built if files contradict each other, after it if weights are wrong.
 
 Model files are not trusted.
 """
@@ -92,8 +92,8 @@ def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
 def check_loaded(model: nn.Module, info: Mapping[str, Collection[Any]], quantised: bool) -> None:
     """Checks transformers' report of a load, its ``output_loading_info``. Raises LoadFailed.
 
-    A tensor that the model does not use is refused if other weights are wrong without it, such as a scale or a bias.
-    One warning names all other unused tensors.
+    An unused tensor is refused if other weights are wrong without it; scales and biases are such tensors. One warning
+    names all other unused tensors.
     """
     if missing := sorted(info["missing_keys"]):
         raise LoadFailed(f"the checkpoint lacks the weights {_first_names(missing)}")
@@ -178,7 +178,7 @@ def _check_quantisation(fields: Mapping[str, Any]) -> None:
 
 
 def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
-    """Refuses dense weights if the config says that they are quantised, and quantised weights if it does not."""
+    """Refuses dense weights if the config declares quantised weights, and quantised weights if it does not."""
     own = next((fields["quantization_config"] for fields in _levels(config) if fields.get("quantization_config")), None)
     if own is None:
         packed = next((name for name, tensor in tensors.items() if re.match(r"F([68]_|4$)", tensor.dtype)), None)

@@ -25,7 +25,10 @@ EMBEDDED = {
 
 
 def find_embedded(name: str) -> Path:
-    """Returns the GGUF file of the embedded model ``name``. Raises LoadFailed, which says how to install the model."""
+    """Returns the GGUF file of the embedded model ``name``.
+
+    Raises LoadFailed, whose message says how to install the model.
+    """
     model = EMBEDDED.get(name)
     if model is None:
         raise LoadFailed(f"no embedded model {name!r}{did_you_mean_or_known(name, EMBEDDED)}")

@@ -1,7 +1,7 @@
 """Reads the headers of weight files, and finds out which of a model's files is damaged.
 
-No weights are read. The search for damage runs only after a load has failed. A header that contradicts itself or the
-file's size raises an error that names the file.
+No weights are read. The search for damage runs only after a load has failed. If a header contradicts itself or the
+file's size, an error is raised that names the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Switches off Python's garbage collector, which stopped all threads for 0.6 s at a header of 130,000 tensors."""
+    """Switches off Python's garbage collector: at a header with 130,000 tensors, it stopped all threads for 0.6 s."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -94,8 +94,9 @@ def _tensors(file: Path, text: bytes, size: int) -> dict[str, StoredTensor]:
 
 
 def _end(file: Path, name: str, entry: Any) -> int:
-    """Returns the offset at which the tensor's bytes end. Raises LoadFailed if the tensor's entry contradicts
-    itself.
+    """Returns the offset at which the tensor's bytes end.
+
+    Raises LoadFailed if the tensor's entry contradicts itself.
     """
     if not isinstance(entry, Mapping):
         raise LoadFailed(f"{file} is damaged: the entry of {name!r} in its header is not an object")

@@ -53,7 +53,7 @@ def generation_defaults(config: Any) -> dict[str, Any]:
     """Returns the defaults of the model's own generation config, under the names of request parameters.
 
     Default values that transformers adds for absent fields (top-k 50, …) are not included. Without ``do_sample`` the
-    model is meant for greedy decoding, and the other sampling fields have no effect.
+    model is meant for greedy decoding, so the other sampling fields are ignored.
     """
     fields = _set_fields(config)
     defaults: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Loads GGUF files. Each file is converted once to an ordinary model folder, which later starts use.
 
-No process sees a half-written folder, because it is written under another name and then renamed. If two processes
-convert the same file, one waits for the other.
+No process sees a half-written folder, because each folder is written under another name and then renamed. If two
+processes convert the same file, one waits for the other.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
 def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **options: Any) -> Any:
     """Loads the model in a GGUF file, with dense weights unless ``packed``. ``options`` go to ``from_pretrained``.
 
-    Raises LoadFailed if the file lacks a tensor or a key, or has one that the model does not use.
+    Raises LoadFailed if the file lacks a tensor or a key, or has a tensor or a key that the model does not use.
     """
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
 
@@ -111,7 +111,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
 
 
 def _check_layers(gguf_file: Path) -> None:
-    """Refuses a file that names more layers than it has tensors: the model is built before any weight is read."""
+    """Refuses a file that names more layers than it has tensors: the model is built before weights are read."""
     metadata, tensors = read_gguf_metadata(str(gguf_file))
     for key, count in metadata.items():
         if key.endswith(".block_count") and isinstance(count, int) and count > len(tensors):
@@ -128,8 +128,9 @@ def _target(gguf_file: Path, cache_dir: Path, dtype: str, packed: bool) -> Path:
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:
-    """Returns a digest of the content, not of path and time, so that a new virtual environment finds old
-    conversions.
+    """Returns a digest of a file's content.
+
+    Because path and time do not count, a new virtual environment can use old conversions.
     """
     described = f"{FORMAT} {transformers.__version__} {dtype} {checksum(gguf_file)}"
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
@@ -179,7 +180,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Writes the checksums once the files are on the disk: after a power cut a file can be empty."""
+    """Writes the files' checksums and flushes all files to the disk, because a power cut can leave files empty."""
     sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
     (folder / _SEAL).write_text(json.dumps(sums), encoding="utf-8")
     for path in folder.iterdir():
@@ -211,7 +212,10 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that no load has used for a long time: folders that have a lock file beside them."""
+    """Removes conversions that no load has used for a long time.
+
+    A conversion is a folder with a lock file beside it.
+    """
     for lock in cache_dir.glob("*.lock"):
         folder = lock.with_suffix("")
         if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
@@ -220,7 +224,7 @@ def _forget_unused(cache_dir: Path) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """Removes the quantisation from the config, because the weights are now dense and load like any dense weights."""
+    """Removes the quantisation from the config, because the weights are now dense."""
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -228,7 +232,10 @@ def _forget_quantization(model: Any) -> None:
 
 @contextmanager
 def _scratch_folder(target: Path) -> Iterator[str]:
-    """Makes a folder beside ``target``, and removes it at the end. First removes folders that killed processes left."""
+    """Makes a folder beside ``target``, and removes it at the end.
+
+    First removes the folders that killed processes have left.
+    """
     for orphan in target.parent.glob(f"{target.name}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)

@@ -1,7 +1,7 @@
 """Maps each supported GGUF architecture to transformers' config and parameter names.
 
-Each key of the file that the config needs is read; any other key is refused. Constants in llama.cpp's code, such as the
-query scale of Gemma's largest model, are here too.
+Each key of the file that the config needs is read; any other key is refused. Constants from llama.cpp's code, such as
+the query scale of Gemma's largest model, are here, too.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _STACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a
-    tensor's name to a module of the layer.
+    """One architecture.
 
-    ``permuted`` has the names of tensors whose rows the converter has reordered within each head. ``norm_offset`` is
-    the number that the converter has added to the weights of norms.
+    ``config`` returns the fields of transformers' config. ``modules`` maps the last part of a tensor's name to a module
+    of the layer. ``permuted`` has the names of tensors whose rows the converter has reordered within each head.
+    ``norm_offset`` is the number that the converter has added to the weights of norms.
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -65,9 +65,9 @@ class Architecture:
     norm_offset: float = 0.0
 
     def parameters(self, layers: int) -> dict[str, str]:
-        """Returns transformers' parameter name for each tensor name, including tensors that the file may lack.
+        """Returns transformers' parameter name for each tensor name, also for tensors that the file may lack.
 
-        Several tensors with the same parameter are joined in the order of this mapping.
+        If several tensors map to the same parameter, they are joined in the order of this mapping.
         """
         names = dict(_GLOBAL)
         for layer in range(layers):
@@ -227,7 +227,7 @@ def _layers(file: GgufFile) -> int:
 
 
 def _has_bias(file: GgufFile, modules: Mapping[str, str]) -> bool:
-    """Returns whether one of these modules has a bias in any layer. A bias that the file lacks is zero."""
+    """Returns whether one of these modules has a bias in any layer. If the file lacks a bias, the bias is zero."""
     return any(f".{leaf}.bias" in name for name in file.tensors for leaf in modules)
 
 
@@ -246,9 +246,9 @@ def _refuse_single_experts(file: GgufFile) -> None:
 
 
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:
-    """Returns ``query_pre_attn_scalar``, by whose square root queries are divided.
+    """Returns ``query_pre_attn_scalar``; queries are divided by its square root.
 
-    The value is the head's size, except for the family's 27B model, which has ``largest`` layers.
+    The value is the size of a head, except for the family's 27B model, which has ``largest`` layers.
     """
     whole: int = config["hidden_size"] // config["num_attention_heads"]
     head: int = config["head_dim"]

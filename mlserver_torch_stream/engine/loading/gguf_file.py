@@ -1,7 +1,7 @@
 """Reads a GGUF file's metadata and tensors, and records which of them a model uses.
 
-A file with an unused key or tensor is refused with its name, because ignoring it would change answers. The module is
-imported only when a file is read: the package gguf takes 5 MB.
+A file with an unused key or tensor is refused, because ignoring it would change answers; the error names the key or
+tensor. The module is imported only when a file is read: the package gguf takes 5 MB.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class GgufFile:
             )
 
     def take(self, key: str, kind: type[T]) -> T | None:
-        """Returns the value of a key; None if it is absent. A list with the same value for each layer counts as one
-        value.
+        """Returns the value of a key; None if it is absent.
 
-        Raises LoadFailed if the value is of another type, negative, infinite or NaN.
+        A list that has the same value for each layer counts as that value. Raises LoadFailed if the value is of another
+        type, negative, infinite or NaN.
         """
         if key not in self._keys:
             return None
@@ -119,7 +119,7 @@ class GgufFile:
         self._tensors_left -= set(tensors)
 
     def check_all_taken(self) -> None:
-        """Raises LoadFailed if a key or tensor was not used; the error names the first unused one."""
+        """Raises LoadFailed if a key or tensor was not used; the error names the first of them."""
         left = (key for key in sorted(self._keys_left) if key not in _NEUTRAL or self._value(key) != _NEUTRAL[key])
         if (key := next(left, None)) is not None:
             raise self.refused(key, f"is {str(self._value(key))[:80]}, which is not supported here")

@@ -1,4 +1,4 @@
-"""Reads a GGUF file as transformers' config and weights. No weight may be missing or left over.
+"""Reads a GGUF file, and returns transformers' config and weights. No weight may be missing or left over.
 
 No weight is read until each tensor has a place in the model.
 """
@@ -24,7 +24,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """One parameter of the model: one or more tensors of the file, joined, or zeros if there are none.
+    """One parameter of the model: the joined tensors of the file, or zeros if the file has none for it.
 
     ``order`` has the file's row for each row of the parameter; None means the file's order. ``offset`` is subtracted
     from the file's values.
@@ -52,14 +52,14 @@ class GgufWeights:
 
     @property
     def blocks_shape(self) -> tuple[int, int] | None:
-        """The shape of ``blocks``; None unless the weights are a matrix that is a single tensor of the file."""
+        """The shape of ``blocks``; None unless the weights are a matrix, stored as a single tensor of the file."""
         if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
             return None
         rows, size = self.parts[0].data.shape
         return rows, size
 
     def blocks(self) -> Tensor:
-        """Returns the rows of a matrix as the bytes in the file."""
+        """Returns the rows of a matrix as bytes, as they are in the file."""
         data = self.parts[0].data
         return torch.from_numpy(np.array(data if self.order is None else data[self.order]))
 
@@ -76,7 +76,7 @@ class GgufModel:
 def read_gguf_model(path: Path) -> GgufModel:
     """Reads a file.
 
-    Raises LoadFailed, which names the key or tensor, if one is missing, is unknown or has another shape.
+    Raises LoadFailed if a key or tensor is missing, is unknown or has another shape; the message names it.
     """
     file = GgufFile(path)
     architecture = architecture_of(file)
@@ -108,7 +108,7 @@ def read_gguf_config(path: Path) -> Any:
 def loads_by_transformers(path: Path) -> bool:
     """Returns whether transformers' own loader reads the file's architecture and all its tensors.
 
-    Raises LoadFailed if transformers' loader would ignore a key of the file; the error names the key.
+    Raises LoadFailed if transformers' own loader would ignore a key of the file; the error names the key.
     """
     file = GgufFile(path)
     if file.architecture not in GGUF_ARCHS:
@@ -179,7 +179,7 @@ def _check_shape(tensor: str, has: tuple[int, ...], needs: tuple[int, ...]) -> N
 def _rotary_halves(rows: int, heads: int) -> np.ndarray[Any, Any]:
     """Returns the order of rows.
 
-    Two dimensions that are rotated together are adjacent in the file, and half a head apart in transformers.
+    Two dimensions that are rotated together are adjacent in the file, but half a head apart in transformers.
     """
     order: np.ndarray[Any, Any] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     return order

@@ -1,7 +1,7 @@
-"""Keeps the tensors of a GGUF file as blocks of quantised weights, for kernels that multiply with such blocks.
+"""Keeps the tensors of a GGUF file as blocks of quantised weights, for kernels that can multiply such blocks.
 
-A folder has the config, the tokenizer and ``packed.safetensors``, with the blocks under transformers' names and their
-rows in transformers' order.
+The folder of a model has the config, the tokenizer and ``packed.safetensors``. In that file, the blocks have
+transformers' names, and their rows are in transformers' order.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def load_packed(folder: Path, config: Any = None) -> PackedModel:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Returns the file's tensors by name, blocks as bytes, and the file's metadata."""
+    """Returns the file's tensors by name, with blocks as bytes, and the file's metadata."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
 def empty_model(config: Any) -> Any:
-    """Returns a model whose parameters have no memory; its buffers have values."""
+    """Returns a model whose parameters have no memory but whose buffers have values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -149,7 +149,7 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor for a safetensors file: its type there, the bytes of an element, its shape, and its reader function."""
+    """A tensor for a safetensors file: its type there, bytes per element, its shape, and a function that reads it."""
 
     dtype: str
     itemsize: int
@@ -162,7 +162,7 @@ class _Stored:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, _Stored], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file with one tensor in memory at a time; safetensors' own function needs all of them."""
+    """Writes a safetensors file with one tensor in memory at a time; safetensors' own function needs all tensors."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each tensor is aligned
     ends = list(accumulate(stored.bytes for _, stored in ordered))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}

@@ -1,4 +1,4 @@
-"""Reads a GGUF file's parameters for rotary positions: the base, the scaling, and factors for single frequencies.
+"""Reads a GGUF file's parameters for rotary positions: the base, the scaling, and the factors of single frequencies.
 
 A value that transformers' rotary modules cannot express is refused by name.
 """
@@ -48,7 +48,7 @@ def _rotated(file: GgufFile, head_dim: int, partial: bool) -> int:
 def _scaling(file: GgufFile) -> dict[str, Any]:
     """Returns the scaling.
 
-    As in llama.cpp, a factor without a type means linear scaling, and with the type none the factor is ignored.
+    As in llama.cpp, a factor without a type means linear scaling; if the type is ``none``, the factor is ignored.
     """
     kind = file.take("rope.scaling.type", str) or "linear"
     old = file.take("rope.scale_linear", float)
@@ -71,9 +71,9 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
 
 
 def _factors(file: GgufFile, count: int, context: int) -> dict[str, Any] | None:
-    """Returns the divisors of the frequencies: for short and for long sequences, or one set for both (``rope_freqs``).
+    """Returns the divisors of the frequencies: a set for short and a set for long sequences, or one set for both.
 
-    With one set for both, a file stores Llama 3.1's scaling, without the parameters of that scaling.
+    One set for both is called ``rope_freqs``. Files store Llama 3.1's scaling in this way, without its parameters.
     """
     original = file.take("rope.scaling.original_context_length", int)
     attention = file.take("rope.scaling.attn_factor", float)

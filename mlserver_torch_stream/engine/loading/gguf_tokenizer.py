@@ -61,9 +61,7 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 
 
 def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the value of ``pre`` if the vocabulary is byte-level; None for other kinds, for which text is not
-    split.
-    """
+    """Returns the value of ``pre`` if the vocabulary is byte-level; None for other kinds, which do not split text."""
     if metadata.get(f"{_KEY}model") != "gpt2":
         return None
     cut = metadata.get(f"{_KEY}pre")

@@ -69,7 +69,7 @@ _LOST_PER_GPU = 0.03
 
 
 def weight_share(weights: int | None, free: Sequence[int]) -> float:
-    """Returns the smallest share of the GPUs' ``free`` bytes in which ``weights`` bytes fit, else the largest share.
+    """Returns the smallest share of the GPUs' ``free`` bytes in which ``weights`` bytes fit, or else the largest share.
 
     Weights beyond the share go to the CPU. If ``weights`` is None because the size is unknown, the smallest share is
     returned.
@@ -90,10 +90,10 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
 
 
 def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any) -> int | None:
-    """Returns the bytes of a model's weights in memory; None if its files do not say.
+    """Returns how many bytes a model's weights take in memory; None if its files do not show this.
 
-    The size is read from a folder's safetensors files, even for quantised weights. Without such files it is computed
-    from the config, which is read with the ``options`` of ``from_pretrained``.
+    The size is read from a folder's safetensors files, even for quantised weights. Without such files, the size is
+    computed from the config, which is read with the ``options`` of ``from_pretrained``.
     """
     try:
         asked = None if dtype == "auto" else getattr(torch, dtype)
@@ -151,10 +151,9 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights that are shared by models with the same files and devices. An engine may replace the model's config
-    later.
+    """Weights that are shared by models with the same files and devices.
 
-    ``vocab_size`` is the number of rows of the embedding.
+    An engine may replace the model's config later. ``vocab_size`` is the number of rows of the embedding.
     """
 
     model: Any
@@ -164,7 +163,7 @@ class LoadedWeights:
 
 
 def import_model_code() -> None:
-    """Imports transformers' modeling code, which also imports torch's compiler and sympy: 105 MB and some seconds.
+    """Imports transformers' modeling code, torch's compiler and sympy, which takes 105 MB and some seconds.
 
     The imported objects are never freed, so the garbage collector is told to skip them from then on.
     """
@@ -198,7 +197,7 @@ def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights
 
 
 def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings) -> LoadedModel:
-    """Returns the model of these weights, with its tokenizer and the defaults from its files and settings."""
+    """Returns a model with these weights, its tokenizer, and the defaults from its files and settings."""
     settings = resolved.settings
     if ignored := not_honoured(weights.generation_config):
         logger.warning("The model's generation config has fields without effect here: %s", ", ".join(ignored))
@@ -215,7 +214,7 @@ def complete(weights: LoadedWeights, tokenizer: Any, resolved: ResolvedSettings)
 
 
 def set_threads(settings: EngineSettings, host: Host) -> int:
-    """Sets and returns the number of torch's threads: the setting, or else the container's share of the cores."""
+    """Sets and returns the number of torch's threads: the setting, or else the number of the container's cores."""
     threads = thread_count(settings, host)
     torch.set_num_threads(threads)
     return threads
@@ -224,7 +223,7 @@ def set_threads(settings: EngineSettings, host: Host) -> int:
 def describe(name: str, model: Any, weights: str | None = None) -> str:
     """Describes a loaded model: its name, size and devices.
 
-    ``weights`` describes the weights; None means that their dtype does.
+    ``weights`` describes the weights; None means that their dtype is enough.
     """
     parameters = model.num_parameters()
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
@@ -310,7 +309,7 @@ def _meant_for(settings: EngineSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def _placement(settings: EngineSettings, weights: Callable[[], int | None]) -> dict[str, Any]:
-    """Returns the placement of the weights: the one in the settings, else the first GPU, the other GPUs, then the CPU.
+    """Returns the placement in the settings; by default, weights fill the first GPU, then the other GPUs, then the CPU.
 
     ``weights()`` returns the bytes of the weights, or None.
     """

@@ -1,7 +1,7 @@
 """Finds the files of a model, and refuses models that are not causal language models.
 
 These functions block, and may convert a file, so call them in a thread. Some families of encoders also have a class for
-causal language models, whose output would be nonsense with an encoder's weights.
+causal language models. With an encoder's weights, the output of that class would be nonsense.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
 
 
 def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
-    """Finds a GGUF file whose weights are to stay packed; None if no setting asks for that. Raises LoadFailed."""
+    """Finds a GGUF file whose weights should stay packed; returns None if no setting asks for packed weights.
+
+    Raises LoadFailed.
+    """
     settings, source = resolved.settings, resolved.source
     if settings.weights != "packed":
         return None
@@ -60,7 +63,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
 
 
 def no_packed_weights(why: str) -> LoadFailed:
-    """Returns the error for a model whose weights should stay packed but cannot."""
+    """Returns the error for a model whose weights cannot stay packed although the settings ask for it."""
     return LoadFailed(f"parameters.extra.weights: packed cannot be used here: {why}")
 
 
@@ -81,9 +84,9 @@ def refuse_other_kinds(config: Any) -> None:
 
 
 def _has_causal_weights(config: Any) -> bool:
-    """Returns whether the config names the causal class that would be loaded, or names no class.
+    """Returns whether the config names no class, or names the causal class that would be loaded.
 
-    The field ``is_decoder`` does not show this, because it can be False for decoders too.
+    The field ``is_decoder`` is not enough, because it can be False for decoders, too.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
         return True  # transformers decides

@@ -1,4 +1,4 @@
-"""Says where a model's files are, and turns a failure to load them into one line that says what the user can do."""
+"""Says where a model's files are, and turns a failed load into one line that says what the user can do."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelFiles:
 def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> Any:
     """Runs ``load``, which loads ``what``. Turns a failure into one line that says what the user can do.
 
-    ``place`` is the file or folder that ``load`` reads; if it is damaged, the line says so.
+    ``place`` is the file or folder that ``load`` reads; if it is damaged, the error line says so.
     """
     try:
         return load()
@@ -57,7 +57,10 @@ def attempt(what: str, load: Callable[[], Any], place: Path | None = None) -> An
 
 
 def is_panic(error: BaseException) -> bool:
-    """Returns whether a Rust library panicked, such as tokenizers on a damaged file. A panic is not an Exception."""
+    """Returns whether a Rust library panicked; the tokenizers library can panic on a damaged file.
+
+    A panic is not an Exception.
+    """
     return type(error).__module__ == "pyo3_runtime"
 
 

@@ -1,6 +1,6 @@
-"""Pins the host memory of offloaded weights that a GPU computes with, because copies from pageable memory are slower.
+"""Pins the host memory of offloaded weights that a GPU uses, because copies from pageable memory are slower.
 
-Accelerate's hooks read a weight from a dictionary at every step; this module replaces the values there.
+At every step, Accelerate's hooks read weights from a dictionary; this module replaces the values of that dictionary.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def pin_offloaded(
     """Pins the weights that each step copies from the host to a device of this kind, and returns the pinned bytes.
 
     Weights are copied into shared blocks of at most ``block`` bytes; a larger weight gets a block of its own. Half of
-    the host's free memory stays free. If there is no room left, or pinning fails, the remaining weights are not
-    changed. Tied weights stay tied.
+    the host's free memory stays free. If there is no more room, or pinning fails, the other weights remain as they are.
+    Tied weights stay tied.
     """
     weights = _moved(model, kind)
     if not weights:
@@ -72,14 +72,14 @@ def pin_offloaded(
 
 
 def release_pinned() -> None:
-    """Frees the unused pinned memory that torch caches, except with older versions of torch, which cannot do that."""
+    """Frees the unused pinned memory that torch caches; older versions of torch cannot free it."""
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None:
         empty()
 
 
 def _moved(model: nn.Module, kind: str) -> list[list[Place]]:
-    """Returns, for each weight, the places where hooks find it; a tied weight has several."""
+    """Returns, for each weight, the places where hooks find it; a tied weight has several places."""
     places: dict[tuple[Any, ...], list[Place]] = {}
     for module in model.modules():
         for hook in _offloading(module):
@@ -103,12 +103,12 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain(weight: Any) -> bool:
-    """Returns whether a weight can be pinned. A quantised weight, which is several tensors, cannot be pinned."""
+    """Returns whether a weight can be pinned. A quantised weight cannot, because it consists of several tensors."""
     return type(weight) is torch.Tensor and weight.device.type == "cpu" and weight.numel() > 0
 
 
 def _resident(hook: Any, weight: torch.Tensor) -> bool:
-    """Returns whether a weight is tied to a weight on the device, so that the one on the device is used for both.
+    """Returns whether a weight is tied to a weight on the device; then the weight on the device is used for both.
 
     As in Accelerate, weights are tied if their addresses are equal.
     """
@@ -121,7 +121,7 @@ def _tensor(places: list[Place]) -> torch.Tensor:
 
 
 class _Blocks:
-    """Copies tensors, ``total`` bytes in all, one after another into as few blocks as possible."""
+    """Copies tensors of ``total`` bytes, one after another, into as few blocks as possible."""
 
     def __init__(self, total: int, allocate: Allocate, room: Room, most: int) -> None:
         self._ahead = total

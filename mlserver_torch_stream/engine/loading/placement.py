@@ -1,7 +1,7 @@
-"""Reads a model's placement, the layers and bytes on each device, and checks the modules that a device map names.
+"""Reads which layers and how many bytes each device has, and checks the modules that a device map names.
 
 If a device map names modules that the model does not have, transformers only warns, and places the model's modules
-elsewhere; here such a map is refused.
+elsewhere. Here, such a map is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """The weights at one place of the device map. If another device computes with them, ``brought_to`` names it."""
+    """The weights at one place of the device map.
+
+    If another device computes with these weights, ``brought_to`` names that device.
+    """
 
     place: str
     layers: tuple[int, ...]
@@ -45,7 +48,7 @@ class DeviceShare:
 
 
 def check_tied(model: transformers.PreTrainedModel) -> None:
-    """Raises LoadFailed if only one of two tied weights is on disk, because accelerate would not find it there."""
+    """Raises LoadFailed if only one of two tied weights is on disk: accelerate would not find that weight there."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
             raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
@@ -62,7 +65,7 @@ def read_placement(model: transformers.PreTrainedModel) -> tuple[DeviceShare, ..
 
 
 def _brought_to(model: transformers.PreTrainedModel, name: str, place: Any) -> str | None:
-    """Returns the device that computes with the weights at a place, if it is another device."""
+    """Returns the device that computes with the weights at a place; None if the weights are on that device."""
     module = _module(model, name)
     device = None if module is None else computing_device(module, place)
     return None if device == device_name(place) else device
@@ -89,7 +92,7 @@ def _held(
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns a module by name; None if the name is that of a parameter, which a map can place separately."""
+    """Returns a module by name; None if the name is a parameter's: a map can place parameters separately."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -105,7 +108,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor on this rank.
 
-    A quantised tensor consists of several parts; of a tensor that is split over ranks, only this rank's part counts.
+    A quantised tensor consists of several parts. If a tensor is split over ranks, only the part of this rank counts.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -121,7 +124,7 @@ def moved_bytes(placement: Sequence[DeviceShare]) -> int:
 
 
 def seconds_per_step(model: transformers.PreTrainedModel) -> float:
-    """Measures the seconds of a forward of one token with all its copies of weights, as the faster of two runs."""
+    """Returns the seconds of a forward of one token, including all copies of weights, in the faster of two runs."""
     token = torch.zeros((1, 1), dtype=torch.long, device=input_device(model))
     times = []
     for _ in range(2):
@@ -145,7 +148,7 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
 def describe_placement(
     placement: Sequence[DeviceShare], specs: Mapping[torch.device, CacheSpec], size: CacheSize
 ) -> str:
-    """Describes each place, its part of the KV cache, and the bytes that a token takes there."""
+    """Describes each place of the weights, each device's part of the KV cache, and the bytes of a token there."""
     caches = [
         f"{device}: {format_bytes(size.bytes_of(spec))}, {format_bytes(spec.token_bytes)} a token"
         + (f" and {format_bytes(spec.state_bytes)} a sequence" if spec.state_bytes else "")

@@ -1,7 +1,7 @@
-"""Checks weights that transformers quantises: that the config is valid, can run here, and took effect.
+"""Checks weights that transformers quantises: the config must be valid, be able to run here, and take effect.
 
-transformers ignores unknown keys, and dequantises the weights if it has no kernel, and at most logs a warning. This
-module raises an error in both cases, which names the setting.
+By itself, transformers ignores unknown keys, and dequantises the weights if it has no kernel; at most, it logs a
+warning. In both cases this module raises an error that names the setting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRIAL = 256
 def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """Returns transformers' config for the setting's ``fields``, for weights of ``dtype`` on ``device``.
 
-    Raises LoadFailed, which names the key, for a method that is unknown, not installed, or cannot run there.
+    Raises LoadFailed for a method that is unknown, not installed, or cannot run there; the message names the key.
     """
     method = quantisation_method(fields)
     if method == "gguf":
@@ -52,7 +52,10 @@ def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: to
 
 
 def _configs() -> Mapping[str, Any]:
-    """Returns transformers' config classes by method. Importing them imports transformers' modeling code."""
+    """Returns transformers' config classes by method.
+
+    The import of these classes imports transformers' modeling code.
+    """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     configs: Mapping[str, Any] = AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -76,7 +79,7 @@ def quantisation_method(fields: Mapping[str, Any]) -> str:
 
 
 def quieten(method: str) -> None:
-    """Silences LLM.int8's warning, in each layer of each step, that it rounds other dtypes to float16."""
+    """Silences a warning that LLM.int8 repeats in each layer of each step: it rounds other dtypes to float16."""
     if method.startswith("bitsandbytes"):
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_no_cast)
 
@@ -86,7 +89,7 @@ def _no_cast(record: logging.LogRecord) -> bool:
 
 
 def _require(method: str) -> None:
-    """Checks that the package of a method that we test is installed; transformers checks this for other methods."""
+    """Checks that a method's package is installed, if it is a method that we test; transformers checks the others."""
     if method.startswith("bitsandbytes") and not is_bitsandbytes_available():
         raise LoadFailed(f"{_KEY}: {method} needs the package bitsandbytes: {_OURS}")
     if method == "torchao" and not is_torchao_available():
@@ -94,7 +97,10 @@ def _require(method: str) -> None:
 
 
 def _torchao_type(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Reads a torchao config class, given by name, by name and arguments, or in transformers' format (``default``)."""
+    """Reads a torchao config.
+
+    The config is given as a class name, as a name with arguments, or in transformers' format (``default``).
+    """
     from torchao import quantization
     from torchao.core.config import AOBaseConfig, config_from_dict
 
@@ -160,7 +166,7 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
 
 
 def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
-    """Raises LoadFailed if an already quantised checkpoint keeps its own config instead of that in the settings."""
+    """Raises LoadFailed if an already quantised checkpoint keeps its own config instead of the settings' config."""
     config_of_checkpoint = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     for key in asked if config_of_checkpoint is not None else ():
         own, wanted = getattr(config_of_checkpoint, key, None), getattr(config, key, None)
@@ -169,7 +175,10 @@ def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
 
 
 def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
-    """Returns whether the settings ask to keep a GGUF file's weights packed. Raises LoadFailed if they cannot be."""
+    """Returns whether the settings ask to keep a GGUF file's weights packed.
+
+    Raises LoadFailed if that is not possible.
+    """
     if fields is None or fields.get("quant_method") != "gguf":
         return False
     if set(fields) != {"quant_method"}:
@@ -183,7 +192,7 @@ def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
 
 
 def rounding_dtype(model: transformers.PreTrainedModel) -> torch.dtype:
-    """Returns the dtype to which a loaded model's products are rounded; it may be coarser than the weights' dtype.
+    """Returns the dtype to which a model's matrix products are rounded; it may be coarser than the weights' dtype.
 
     On CPUs with bfloat16 instructions, bitsandbytes multiplies four-bit weights in bfloat16 for every model dtype.
     """

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model, and refuses files with which the tokenizers library would end the process.
+"""Loads the tokenizer of a model, and refuses files that would make the tokenizers library end the process.
 
 It works without torch. If torch is installed, transformers imports torch together with its tokenizers.
 """
@@ -24,7 +24,10 @@ _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")  # an escape with which a JSON key c
 
 
 def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
-    """Loads and checks the tokenizer that the settings or the files name. Raises LoadFailed."""
+    """Loads and checks the tokenizer that the settings name, or else the tokenizer in the model's files.
+
+    Raises LoadFailed.
+    """
     settings = resolved.settings
 
     def load() -> Any:

@@ -1,7 +1,7 @@
 """Compiles the kernels once for this machine's CPU, and keeps the library in the cache folder.
 
-Opening a truncated library kills the process with SIGBUS; a full disk or an interrupted copy can leave one behind. So a
-library with a wrong checksum is removed and never opened.
+A full disk or an interrupted copy can leave a truncated library, which would kill the process with SIGBUS when it is
+opened. So a library with a wrong checksum is removed and never opened.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def compiled_library(
     target: Sequence[str] = THIS_CPU,
     seconds: float = _SECONDS,
 ) -> T:
-    """Returns the result of ``open_library`` for this compiler's library, which is compiled if it is not in the cache.
+    """Returns the result of ``open_library`` for this compiler's library.
 
-    ``target`` are the compiler options that say which instructions it may use. If there is no compiler or it fails, a
-    library of another compiler for the same sources and CPU is used. A compilation takes at most ``seconds``. Raises
-    NoKernels; ``open_library`` raises it too, for a library that cannot be used.
+    Compiles the library if it is not in the cache. ``target`` are the compiler options that say which instructions it
+    may use. If there is no compiler or it fails, a library of another compiler for the same sources and CPU is used. A
+    compilation takes at most ``seconds``. Raises NoKernels; ``open_library`` also raises it if a library cannot be
+    used.
     """
     folder, stem = cache_dir / "kernels", f"decoder-{_fingerprint(target)}"
     try:
@@ -83,7 +84,7 @@ def _version(compiler: str) -> str:
 
 
 def _fingerprint(target: Sequence[str]) -> str:
-    """Returns a digest of the inputs of a compilation except the compiler: flags, CPU and sources."""
+    """Returns a digest of a compilation's flags, CPU and sources, that is, of all its inputs except the compiler."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *target)).encode())
     digest.update(cpu_properties().encode())
     for source in sorted(SOURCES.iterdir()):
@@ -92,7 +93,7 @@ def _fingerprint(target: Sequence[str]) -> str:
 
 
 def cpu_properties() -> str:
-    """Returns the CPU properties on which ``-march=native`` depends: different machines may share a cache folder."""
+    """Returns the CPU properties that ``-march=native`` depends on, for machines that share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -105,7 +106,7 @@ def cpu_properties() -> str:
 def _compile(
     compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
 ) -> T:
-    """Compiles a library and opens it before moving it to the cache, where others could replace or remove it."""
+    """Compiles a library, opens it, and then moves it to the cache, where others could replace or remove it."""
     with _workplace(folder) as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
@@ -117,7 +118,7 @@ def _compile(
 
 
 def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder beside the kept libraries, so that a rename is enough to keep one; else a temporary folder."""
+    """Returns a folder beside the kept libraries (a rename can move a library there), or else a temporary folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")

@@ -1,7 +1,7 @@
-"""Describes a decoder without its files' weights, as JSON and a few small tensors, and builds one from a description.
+"""Describes a decoder as JSON and a few small tensors, without the weights in files, and builds decoders from plans.
 
-A plan refers to weights as rows of the files' tensors. Values that are not in a file unchanged, such as the factors of
-norms, are in the plan itself.
+In a plan, weights are references to rows of the files' tensors. Values that no file contains unchanged, such as the
+factors of norms, are in the plan itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PROJECTIONS = ("qkv", "out", "gate_up", "down")
 class DecoderPlan:
     """A decoder without the weights in its files. ``structure`` can be written as JSON.
 
-    ``own`` are the tensors that are in no file. ``used`` are the names of the tensors in the files that it refers to.
+    ``own`` are the tensors that no file contains. ``used`` are the names of the files' tensors to which ``structure``
+    refers.
     """
 
     structure: dict[str, Any]

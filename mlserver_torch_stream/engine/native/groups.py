@@ -1,7 +1,8 @@
 """Represents weights as small integers, in groups of 32 inputs with one or two scales and perhaps a minimum.
 
-The kernels read int8 weights, int4 weights and those of all GGUF formats in this form. A weight is ``scale * (code -
-offset) + minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a minimum.
+The kernels read int8 weights, int4 weights and the weights of all GGUF formats in this form. A weight is ``scale *
+(code - offset) + minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a
+minimum.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Groups:
 
     ``codes`` are uint8, ``[outputs, inputs]``; ``scales`` and ``minima`` are float32, ``[outputs, groups]``.
 
-    A format with two scales has them side by side, ``[outputs, 2 * groups]``.
+    A format with two scales stores them side by side, ``[outputs, 2 * groups]``.
     """
 
     format: GroupFormat
@@ -103,10 +104,10 @@ def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
 
 
 def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
-    """Returns the row of each output of the panels, ``[outputs]``, in the stacked parts of ``counts`` rows.
+    """Returns, for each output of the panels, its row in the stacked parts, whose numbers of rows are ``counts``.
 
     The row is -1 for an output that pads a panel. If ``interleaved`` is true, the two parts are gates and ups, and each
-    panel has the same 16 rows of both.
+    panel has the same 16 rows of both parts.
     """
     rows = torch.arange(sum(counts))
     if not interleaved:

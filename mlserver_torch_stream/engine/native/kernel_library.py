@@ -1,6 +1,6 @@
-"""Opens the kernels for this CPU: a library from the wheel, or else one that is compiled here.
+"""Opens the kernels for this CPU: a library from the wheel, or else a library that is compiled here.
 
-A wheel for one kind of machine has a library for each variant; a source install has none.
+A wheel for one kind of machine has a library for each variant; an installation from source has none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_kernels(
     """Returns the result of ``open_library`` for the best kernels, and a name for them.
 
     The environment variable MLSERVER_TORCH_STREAM_KERNEL can name a variant. Raises LoadFailed if this CPU cannot run
-    that variant, and NoKernels if there is neither a library for this CPU nor a compiler.
+    that variant. Raises NoKernels if there is neither a library for this CPU nor a compiler.
     """
     forced = _forced(environ)
     for variant in runnable() if forced is None else (forced,):

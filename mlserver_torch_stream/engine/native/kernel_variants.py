@@ -15,7 +15,7 @@ class KernelVariant:
     """One set of CPU instructions, such as AVX512 with bf16, that the kernels are compiled for.
 
     ``flags`` are the names in /proc/cpuinfo that a CPU must have. ``options`` are the options of GCC and clang.
-    ``zig_cpu`` is the same for zig, which compiles the libraries of wheels.
+    ``zig_cpu`` is the equivalent option of zig, which compiles the libraries of wheels.
     """
 
     name: str
@@ -52,7 +52,7 @@ VARIANTS = (  # the best first, for each machine
 
 
 def runnable() -> tuple[KernelVariant, ...]:
-    """Returns the variants that this CPU runs, the best first."""
+    """Returns the variants that this CPU can run, the best first."""
     machine, flags = platform.machine(), _cpu_flags()
     return tuple(variant for variant in VARIANTS if variant.machine == machine and variant.flags <= flags)
 

@@ -1,7 +1,8 @@
 """Declares the kernels' C interface, and chooses the threads that they run on.
 
 The caller must keep alive the memory that a structure points to. The kernels use libgomp's threads, as torch does.
-After each operator libgomp's threads spin for a while, so a second pool would compete with them for the cores.
+After each operator, libgomp's threads spin for a while; the threads of a second pool would compete with them for the
+cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class KernelMatrix(Structure):
 
 
 class KernelPackCall(Structure):
-    """Rows of GGUF's blocks or of dense weights, and the panels that are made of them.
+    """Rows of GGUF's blocks or of dense weights, and the panels that are made from them.
 
     ``rows`` has, for each output of the panels, the address of its row or null, and the number of its kind of blocks.
     ``groups`` is the number of groups of 32 inputs in a row, or of 32-bit words in a dense row; ``format`` is the
@@ -44,7 +45,7 @@ class KernelPackCall(Structure):
 
 
 class KernelShape(Structure):
-    """The sizes and constants of a decoder: widths and counts, the kinds of norm and activation, scales and caps."""
+    """The sizes and constants of a decoder: widths, counts, the kinds of norm and activation, scales and softcaps."""
 
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
@@ -63,8 +64,9 @@ class KernelNorms(Structure):
 
 
 class KernelLayer(Structure):
-    """The weights of one decoder layer. ``rope`` is the number of the layer's rotary table, beginning with 1; 0 means
-    no rotary positions.
+    """The weights of one decoder layer.
+
+    ``rope`` is the number of the layer's rotary table, counted from 1; 0 means no rotary positions.
     """
 
     _fields_ = [
@@ -101,9 +103,9 @@ class KernelPages(Structure):
 
 
 class KernelStep(Structure):
-    """The new tokens of several sequences, their block tables, and where the logits [wanted, vocab] are written.
+    """The new tokens of several sequences, their block tables, and the place for the logits [wanted, vocab].
 
-    The call sets ``argmax`` [wanted] to the id of each row's largest logit, or to a negative number if the row is not
+    The call sets ``argmax`` [wanted] to the id of each row's largest logit; the id is negative if the row is not
     finite.
     """
 
@@ -118,7 +120,7 @@ class KernelStep(Structure):
 
 
 class KernelDrawCall(Structure):
-    """Rows of float32 logits [count, vocab], their sampling parameters, and where the drawn ids [count] are written."""
+    """Rows of float32 logits [count, vocab], their sampling parameters, and the place for the drawn ids [count]."""
 
     _fields_ = [
         ("logits", c_void_p),
@@ -131,8 +133,8 @@ class KernelDrawCall(Structure):
 class KernelPagesCall(Structure):
     """One attention call: the queries [tokens, heads, key dim], the output, the pages of a layer, and the block tables.
 
-    ``starts`` has the number of each sequence's tokens in the pages before the step; ``ends`` says where the queries of
-    each sequence begin. Strides are in elements.
+    ``starts`` has the number of each sequence's tokens in the pages before the step. ``ends`` has, for each sequence,
+    the index of its first query, and at the end the number of queries. Strides are in elements.
     """
 
     _fields_ = [
@@ -180,10 +182,10 @@ _WORK = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Returns the library, with the types of its functions declared. Raises NoKernels.
+    """Returns the library, and declares the types of its functions. Raises NoKernels.
 
-    A call releases the GIL while it runs. A call that fails raises MemoryError, or RuntimeError with the message of the
-    C++ exception.
+    A call releases the GIL while it runs. A failed call raises MemoryError, or RuntimeError with the message of the C++
+    exception.
     """
     try:
         library = ctypes.CDLL(str(path))
@@ -208,9 +210,9 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
 def torch_pool() -> int | None:
     """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 
-    The function is looked up in the global symbol scope, as torch's libraries do. The function found there belongs to
-    the OpenMP library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether that
-    library's number of threads is also torch's.
+    The function is looked up in the global symbol scope, as torch's libraries do. The function that is found belongs to
+    the OpenMP library that the process loaded first, which may be LLVM's or Intel's. A test then shows whether torch
+    uses the number of threads that is set in that library.
     """
     try:
         process = ctypes.CDLL(None)
@@ -224,7 +226,7 @@ def torch_pool() -> int | None:
 def _torch_follows(set_threads: ctypes._NamedFuncPointer) -> bool:
     """Returns whether setting the library's number of threads also sets torch's.
 
-    Each thread has its own setting, so the test runs in a new thread and changes no other thread's setting.
+    The setting belongs to a thread. The test runs in a new thread, so it does not change the setting of other threads.
     """
     seen: list[bool] = []
 

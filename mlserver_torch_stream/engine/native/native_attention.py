@@ -1,4 +1,4 @@
-"""Computes paged attention with our own kernels for any model on CPUs, on the threads of torch's operators."""
+"""Computes paged attention on CPUs with our own kernels, for any model, on the threads that torch's operators use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _STORED_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Store
 
 
 class NativeAttention(PagedAttention):
-    """Attention by our own kernels. Each call uses as many threads as torch has.
+    """Paged attention by our own kernels. Each call uses as many threads as torch has.
 
-    For other devices and dtypes this attention uses torch's operators.
+    With other devices and dtypes, torch's operators compute the attention.
     """
 
     name = "kernels"

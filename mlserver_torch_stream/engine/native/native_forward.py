@@ -1,4 +1,4 @@
-"""Runs a model's forward over pages in calls of our own kernels, which can also draw tokens."""
+"""Runs a model's forward over pages with our own kernels, which can also draw tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _BYTES = 8  # the size of an element of the first two types
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Consecutive tokens of a batch, as addresses for the arrays of ``Step`` in ``kernels/model.h``."""
+    """Consecutive tokens of a batch, as the addresses of the arrays that ``Step`` in ``kernels/model.h`` needs."""
 
     sequences: int
     tokens: int
@@ -77,7 +77,10 @@ class BatchPart:
 
 
 class PackedBatch:
-    """The arrays of a batch. Copies all but block tables that are already int32 arrays; these must not grow."""
+    """The arrays of a batch.
+
+    Everything is copied except block tables that are already int32 arrays; such tables must not grow.
+    """
 
     def __init__(self, batch: Batch, groups: int) -> None:
         sequences = batch.sequences
@@ -133,7 +136,7 @@ def _address(numbers: array[int]) -> int:
 
 
 def _as_array(table: Sequence[int]) -> array[int]:
-    """Returns the table as an int32 array, without a copy if it already is one."""
+    """Returns the table as an int32 array; makes no copy if it already is such an array."""
     return table if isinstance(table, array) and table.typecode == _TABLE else array(_TABLE, table)
 
 
@@ -142,9 +145,10 @@ _MAX_TOKENS = 512
 
 
 class NativeForward(LoadedForward):
-    """The ``Forward`` of decoders that the kernels support. Each call overwrites the float32 logits of the call before.
+    """The ``Forward`` of decoders that the kernels support.
 
-    A sequence's logits are bitwise the same alone and in every batch, for every page size and division of its prompt.
+    Each call overwrites the float32 logits of the previous call. A sequence's logits are bitwise the same in every
+    batch, for every page size and every division of its prompt into chunks.
     """
 
     has_threads = True
@@ -154,7 +158,8 @@ class NativeForward(LoadedForward):
     ) -> None:
         """Copies the weights of a model or of a ``Decoder``; with ``rounded`` it also rounds them.
 
-        With ``compares`` the kernels' packed weights are compared with the model's; one load of a model has to do so.
+        With ``compares`` the kernels' packed weights are compared with the model's weights. At least one load of a
+        model must do this.
 
         Raises NoKernels, UnsupportedLayout or LoadFailed.
         """
@@ -213,15 +218,16 @@ class NativeForward(LoadedForward):
         return self._result(rows)
 
     def _result(self, rows: int) -> Logits:
-        """Returns the first ``rows`` rows of logits. All steps use the same memory, so the tensor of logits is made
-        only once.
+        """Returns the first ``rows`` rows of logits.
+
+        The tensor is made only once for each number of rows, because all steps use the same memory.
         """
         if (result := self._results.get(rows)) is None:
             result = self._results[rows] = Logits(self._logits[:rows, : self._vocab], self._argmax, self._draw)
         return result
 
     def _make_room(self, rows: int) -> None:
-        """Allocates ``rows`` rows of logits. The results of earlier steps keep their memory."""
+        """Allocates ``rows`` rows of logits. Results of earlier steps keep their own memory."""
         logits, argmax = torch.empty(rows, self._width), array("q", bytes(8 * rows))
         self._logits, self._argmax = logits, argmax  # allocates both or, without memory, neither
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]

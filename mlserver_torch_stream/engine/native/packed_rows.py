@@ -1,4 +1,4 @@
-"""Holds the weights of a projection or an embedding as blocks of a GGUF file, and defines modules over them.
+"""Holds the weights of a projection or an embedding as blocks of a GGUF file, and defines modules that use them.
 
 A module computes in float32, a few rows at a time. These modules are slow, and serve as the reference for the kernels.
 """
@@ -22,9 +22,7 @@ _AT_ONCE = 1 << 20  # weights that are held in float32 at a time
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A block format of GGUF: its ``number`` in ``kernels/pack.h``, a block's weights and bytes, and how to
-    convert it.
-    """
+    """A block format of GGUF: its ``number`` in ``kernels/pack.h``, a block's weights and bytes, and its conversion."""
 
     number: int
     weights: int
@@ -52,8 +50,9 @@ class PackedRows:
         return self._of.number
 
     def sampled(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weights of some inputs, float32 ``[outputs, columns]``, and each output's largest magnitude in
-        the blocks of these inputs, ``[outputs, 1]``.
+        """Returns the weights of some inputs, float32 ``[outputs, columns]``.
+
+        Also returns each output's largest magnitude in the blocks of these inputs, ``[outputs, 1]``.
         """
         width = self._of.weights
         blocks = self.data.view(len(self.data), -1, self._of.bytes)
@@ -104,7 +103,10 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
-    """An embedding over packed rows, times ``scale``. ``weight`` has the shape of the unpacked rows, but no values."""
+    """An embedding over packed rows, multiplied by ``scale``.
+
+    ``weight`` has the shape of the unpacked rows, but no values.
+    """
 
     def __init__(self, rows: PackedRows, scale: float = 1.0) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Rounds dense weights to int8 or int4, in groups of 32 inputs, and back.
 
-int8 is symmetric, like GGUF's Q8_0; int4 has a minimum for each group, like Q4_1.
+The int8 format is symmetric, like GGUF's Q8_0; the int4 format has a minimum for each group, like Q4_1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 512  # rows at a time: a float32 copy of the whole head may be larger th
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The formats to which a model's dense weights are rounded. A tied embedding has the head's format."""
+    """The formats to which a model's dense weights are rounded. A tied embedding has the same format as the head."""
 
     layers: GroupFormat
     head: GroupFormat

@@ -1,6 +1,6 @@
-"""Holds the cosines and sines of all positions in float32, as the model's own rotary module computes them.
+"""Holds the cosines and sines of all positions, in float32; they are equal to those of the model's own rotary module.
 
-The angles must depend on the position alone.
+The angles must depend only on the position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles:
-    """Computes the same cosines and sines as transformers' rotary modules of static kinds, without their code.
+    """Computes the same cosines and sines as transformers' rotary modules with static angles, without their code.
 
     ``frequencies`` have the shape ``[rotated dimensions / 2]``. ``scale`` multiplies cosines and sines.
     """
@@ -69,7 +69,7 @@ class LayerRotary:
 def angles_of(rotary: Any) -> list[RotaryAngles]:
     """Returns the ``RotaryAngles`` of each rope of a rotary module.
 
-    Raises UnsupportedLayout if the results of these differ from the module's in any bit.
+    Raises UnsupportedLayout unless their results are bit-identical to the module's.
     """
     return [_angles_of(rope) for rope in (rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,))]
 

@@ -1,4 +1,4 @@
-"""Reads a model's modules as a decoder of the Llama layout, or says where the model differs from it.
+"""Reads a model's modules as a decoder of the Llama layout, or says where the model differs from that layout.
 
 Every parameter must have a place in the layout, and every field of the config must be known. Norms and activations are
 recognised by their results. The check at load finds any other difference.
@@ -60,7 +60,7 @@ _ROPE = frozenset(
 
 
 def unknown_field(config: Any) -> str | None:
-    """Returns the first field or rope key that may change the model's results, with its value; None if there is none.
+    """Returns the first field or rope key, with its value, that may change the model's results; None if there is none.
 
     Only fields that the config's class declares are checked, because the model's code cannot depend on other keys.
     """
@@ -72,7 +72,7 @@ def unknown_field(config: Any) -> str | None:
 
 
 def _ropes(keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields the keys of a rope, or of the ropes for each kind of layer."""
+    """Yields the keys of the model's rope, or of all ropes if each kind of layer has its own."""
     for name, value in keys:
         yield from value.items() if isinstance(value, Mapping) else ((name, value),)
 
@@ -101,7 +101,7 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix ``[outputs, inputs]`` and perhaps a bias, both in parts that are to be stacked."""
+    """A matrix ``[outputs, inputs]`` and perhaps a bias; both consist of parts that have to be stacked."""
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
@@ -124,7 +124,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderNumbers:
-    """Numbers that are the same in all layers, under the names of the kernels' ``KernelShape``."""
+    """Numbers that are the same in all layers; their names are those of the kernels' ``KernelShape``."""
 
     heads: int
     kv_heads: int
@@ -158,13 +158,13 @@ class Decoder:
 
     @property
     def packed(self) -> bool:
-        """True if any projection has packed weights; then the dense tensors are in float32."""
+        """Whether any projection has packed weights; if so, the dense tensors are in float32."""
         parts = (weight for projection in self.projections for weight in projection.weights)
         return any(isinstance(part, PackedRows) for part in parts)
 
     @property
     def table(self) -> Projection | None:
-        """The embedding as a matrix, if its rows are packed and not the head's rows; otherwise None."""
+        """The embedding as a matrix if it has packed rows of its own; None if its rows are dense or are the head's."""
         if isinstance(self.embedding, Tensor) or self.embedding is self.head.weights[0]:
             return None
         return Projection((self.embedding,), (None,))
@@ -177,7 +177,7 @@ class Decoder:
 
 
 def read_decoder(model: Any) -> Decoder:
-    """Reads a model of transformers as a ``Decoder``. Raises UnsupportedLayout."""
+    """Reads transformers' model as a ``Decoder``. Raises UnsupportedLayout."""
     reader = _StructureReader()
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
@@ -215,7 +215,7 @@ def read_decoder(model: Any) -> Decoder:
 
 @dataclass(slots=True)
 class _StructureReader:
-    """Reads modules, and records the parameters that it has seen and the values that all layers must share."""
+    """Reads modules. Records the parameters that were read and the values that all layers must share."""
 
     parameter_ids: set[int] = field(default_factory=set)
     noted: dict[str, set[Any]] = field(default_factory=dict)
@@ -360,7 +360,7 @@ def _rope(attention: Any, kinds: Sequence[str]) -> int:
 
 
 def _same_factors(config: Any) -> bool:
-    """Returns whether "longrope" has the same factors for all sequence lengths, as for a Llama in a GGUF file."""
+    """Returns whether "longrope" uses the same factors for all sequence lengths, as in a Llama from a GGUF file."""
     rope = config.rope_parameters
     return bool(rope["short_factor"] == rope["long_factor"])
 

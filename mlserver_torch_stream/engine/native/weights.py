@@ -1,6 +1,7 @@
-"""Lays the weights of a decoder out for the kernels, dense or as integers in groups.
+"""Writes the weights of a decoder in the memory layout that the kernels read: dense, or as integers in groups.
 
-Dense weights are packed unchanged or rounded; packed weights keep their codes. Only a few rows are converted at a time.
+Dense weights are packed unchanged or rounded; weights that are already packed keep their codes. Only a few rows are
+converted at a time.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """How weights are packed. ``compares``: a few weights that the kernels read are compared with the model's."""
+    """Packs weights with the kernels.
+
+    With ``compares``, a few weights that the kernels read are compared with the model's.
+    """
 
     kernels: ctypes.CDLL
     threads: int = 1
     compares: bool = True
 
     def pack(self, parts: Sequence[tuple[Tensor, int]], order: Tensor, groups: int, format: int, to: Tensor) -> None:
-        """Lets the kernels write panels of this ``format`` to ``to``, in bytes.
+        """Makes the kernels write panels of this ``format`` to ``to``, a tensor of bytes.
 
-        ``parts``: rows ``[outputs, …]``, each contiguous, and the number of their kind of blocks. ``order``: a
-        ``row_order`` of them. ``groups``: groups of a row, or 32-bit words of a dense one. Raises UnsupportedLayout.
+        Each of the ``parts`` has rows ``[outputs, …]``, each row contiguous, and the number of the rows' block format.
+        ``order`` is the ``row_order`` of the parts. ``groups`` is the number of groups in a row or, for a dense row, of
+        32-bit words. Raises UnsupportedLayout.
         """
         addresses = [data.data_ptr() + torch.arange(len(data)) * data.stride(0) * data.itemsize for data, _ in parts]
         kinds = [torch.full((len(data),), kind) for data, kind in parts]
@@ -63,9 +68,9 @@ class Packer:
 class GroupedMatrix:
     """One matrix of a projection, made of stacked ``parts`` such as queries, keys and values.
 
-    Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, names the stacked row of each output in
-    the panels. ``interleaved`` means that the parts are the gates and the ups of an MLP, and each panel takes 16 rows
-    of both.
+    Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, says for each output of the panels which
+    of the stacked rows it is. ``interleaved`` means that the parts are the gates and the ups of an MLP, and that each
+    panel has 16 rows of both.
     """
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
@@ -89,7 +94,7 @@ class GroupedMatrix:
     def pack(self, to: Tensor, packer: Packer) -> None:
         """Writes the panels to ``to``, as bytes.
 
-        Raises UnsupportedLayout, for example if the kernels do not read these weights back.
+        Raises UnsupportedLayout, for example if the kernels would not read the same weights from the panels.
         """
         blocks = [part for part in self._parts if isinstance(part, PackedRows)]
         if len(blocks) == len(self._parts):
@@ -104,7 +109,7 @@ class GroupedMatrix:
                 self._compare(dense[:, self._columns], dense.abs().amax(1, keepdim=True), panels, packer)
 
     def _pack_blocks(self, parts: Sequence[PackedRows], to: Tensor, packer: Packer) -> None:
-        """Lets the kernels read the blocks where they are, which may be in a mapped file."""
+        """Makes the kernels read the blocks in place; the blocks may be in a mapped file."""
         if any(part.shape[1] != self._inputs or part.data.stride(1) != 1 for part in parts):
             raise UnsupportedLayout(_OTHER_INPUTS)
         packer.pack(
@@ -124,8 +129,11 @@ class GroupedMatrix:
         return torch.arange(0, self._inputs, max(1, self._inputs // _COMPARED))
 
     def _compare(self, weights: Tensor, largest: Tensor, panels: Tensor, packer: Packer) -> None:
-        """Compares the weights of a few inputs, ``[outputs, inputs]``: multiplied with an input of ones and zeros, the
-        kernels return the weights. ``largest``: the largest magnitude of each output, ``[outputs, 1]``."""
+        """Compares the ``weights`` of a few inputs, ``[outputs, inputs]``, with those that the kernels read.
+
+        To show a weight, the kernels multiply the matrix by an input that is 1 in one place and 0 elsewhere.
+        ``largest`` is the largest magnitude of each output's weights, ``[outputs, 1]``.
+        """
         ones = torch.nn.functional.one_hot(self._columns, self._inputs).float()
         got = torch.empty(len(ones), len(weights))
         matrix = c.KernelMatrix(panels.data_ptr(), len(weights), self._inputs, None, self.format.number)
@@ -158,15 +166,16 @@ _LARGE_PAGE = 1 << 21
 
 
 class PackedWeights:
-    """Copies a decoder's weights, so that its own can be freed, except the embedding of an untied model, which it
-    keeps.
+    """Copies a decoder's weights, so that the decoder's own weights can be freed.
 
-    ``size`` counts the bytes of the projections.
+    The embedding of an untied model is kept, not copied. ``size`` counts the bytes of the projections.
     """
 
     def __init__(self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None) -> None:
-        """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded. Raises
-        UnsupportedLayout."""
+        """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded.
+
+        Raises UnsupportedLayout.
+        """
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
                 f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"
@@ -232,7 +241,7 @@ class PackedWeights:
 
 
 class DenseMatrix:
-    """Stacks the parts of a projection as one matrix ``[outputs, inputs]`` of ``dtype``, as ``GroupedMatrix`` does."""
+    """Stacks a projection's parts as one dense matrix ``[outputs, inputs]`` of ``dtype``, like ``GroupedMatrix``."""
 
     number = 0  # kPlain of ``kernels/grouped.h``
 
@@ -256,7 +265,7 @@ class DenseMatrix:
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
-    """Returns at least ``size`` bytes in large pages (2 MiB), beginning at the start of such a page."""
+    """Returns at least ``size`` bytes in large pages (2 MiB); the memory begins at the start of such a page."""
     buffer = torch.empty(size + _LARGE_PAGE, dtype=torch.uint8)
     buffer = buffer[-buffer.data_ptr() % _LARGE_PAGE :]
     kernels.native_use_large_pages(buffer.data_ptr(), size)

@@ -1,11 +1,13 @@
-"""Runs forwards of several batches at the same time, each in a thread of its own.
+"""Runs forwards of several batches at the same time, each in its own thread.
 
-Each forward has a key and a batch, and waits for the forwards that write the pages that the batch reads.
+Each forward has a key and a batch. If the batch reads pages that other forwards write, the forward waits until these
+have completed.
 
-Batches in flight have no sequence in common, so they share only pages that the scheduler lets several sequences read:
-those of a common prefix, and the sources and targets of copies. No two batches write the same page, because a page that
-several sequences hold is copied before it is written. While a sequence in flight reads a page, no other sequence writes
-it. The only exception is the source page of a copy, once the sequence that held this page has given it back.
+Batches in flight have no sequence in common. So the only pages that they share are pages that the scheduler lets
+several sequences read: the pages of a common prefix, and the sources and targets of copies. No two batches write the
+same page, because a page that several sequences hold is copied before it is written. While a sequence in flight reads a
+page, no other sequence writes it. The only exception is the source page of a copy. It can be written after the sequence
+that held it has returned it to the pool.
 """
 
 from __future__ import annotations
@@ -103,17 +105,17 @@ class BatchAheadFailed(Exception):
 
 
 class InFlightForwards(Generic[K, T]):
-    """Runs up to ``most`` forwards at once; the caller launches no more. One thread calls all methods.
+    """Runs up to ``most`` forwards at once; the caller must not launch more. One thread calls all methods.
 
     The forwards run while the calling thread continues (``overlap``). Forwards run in daemon threads, because a forward
-    may hang, and at exit Python would wait for the threads of an executor.
+    may hang; Python would wait at exit for the threads of an executor.
     """
 
     overlap = True
     called_at_launch = False  # a thread calls the forward after ``launch`` has returned
 
     def __init__(self, most: int, threads: int, page_size: int) -> None:
-        """``threads`` is torch's number of threads in each forward's thread, where torch would use all cores."""
+        """``threads`` is the number of torch's threads for each forward; by default, torch would use all cores."""
         self.most = most
         self._torch_threads = threads
         self._threads: list[threading.Thread] = []
@@ -128,7 +130,7 @@ class InFlightForwards(Generic[K, T]):
     def launch(self, key: K, work: Callable[[], T], batch: Batch) -> None:
         """Runs ``work``, the forward of ``batch``.
 
-        Forwards start in the order in which they were launched, so none waits for a forward that has no thread yet.
+        Forwards start in the order of their launches, so no forward waits for one that has no thread yet.
         """
         ahead = [self._away[other] for other in self._ahead.add(key, batch)]
         done: Future[T] = Future()
@@ -146,7 +148,7 @@ class InFlightForwards(Generic[K, T]):
         self._waiting.put(run)
 
     def completed(self) -> list[tuple[K, Future[T]]]:
-        """Waits until a forward has completed, and returns all that have completed."""
+        """Waits until a forward has completed, and returns all completed forwards."""
         back = [self._completed.get()]
         while not self._completed.empty():
             back.append(self._completed.get())

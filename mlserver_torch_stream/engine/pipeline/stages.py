@@ -1,12 +1,12 @@
-"""The stages of a device map: the locks that order batches in them, and the copies between devices.
+"""Runs the stages of a device map: locks keep batches in order, and tensors are copied between devices.
 
-Copies have their own streams, because on the source GPU's default stream the copy of a batch would wait until that GPU
-has computed the next batch. One thread runs the model's whole forward; hooks on the modules of the device map take the
-locks of the stages, so the model's code need not be split.
+Copies have their own streams: on the source GPU's default stream, the copy of one batch would wait until that GPU has
+computed the next batch. The whole forward of a batch runs in one thread. Hooks on the modules of the device map take
+the locks of the stages, so the model's code need not be split.
 
-With ``serial_python`` a thread runs Python alone, until it waits for the next stage or for its device. Without
-``serial_python``, threads compete for the interpreter lock, which torch releases in every operation, and wake each
-other each time: a stage's 1.4 ms of Python took 4 ms beside three other stages (benchmarks/LOG.md).
+With ``serial_python`` only one thread runs Python, until it waits for the next stage or for its device. Without it, the
+threads compete for the interpreter lock, because every operation of torch releases the lock and wakes another thread:
+beside three other stages, a stage's 1.4 ms of Python took 4 ms (benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the module or, for a container, its children, because a container's ``forward`` is never called."""
+    """Yields the module. For a container, yields its children, because a container's ``forward`` is never called."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         for child in module.children():
             yield from _called(child)
@@ -93,7 +93,7 @@ class Transfers:
         self._asides = {device: torch.cuda.Stream(device) for device in self._streams}
 
     def aside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns a stream for work on complete outputs, which does not wait for the work of other batches."""
+        """Returns a stream for work on complete outputs. Such work does not wait for the work of other batches."""
         return torch.cuda.stream(self._asides[device]) if device in self._asides else nullcontext()
 
     def bring(
@@ -115,7 +115,7 @@ class Transfers:
         return value
 
     def _copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copies a tensor without waiting for the source GPU: a batch leaves a stage only when its GPU is done."""
+        """Copies a tensor without waiting for the source GPU: a batch leaves a stage only after its GPU is done."""
         source, target = self._streams[value.device], self._streams[device]
         with torch.cuda.stream(source), torch.cuda.stream(target):
             copied = value.to(device, non_blocking=True)
@@ -134,7 +134,7 @@ class Pipeline:
     """The stages of one copy of the weights, which several engines can use.
 
     Each of our threads uses ``threads`` torch threads. ``serial_python`` is not for models whose code waits for a
-    device midway, because all other forwards would wait too.
+    device midway, because all other forwards would wait, too.
     """
 
     def __init__(self, stages: Sequence[Stage], threads: int = 1, serial_python: bool = True) -> None:
@@ -153,7 +153,7 @@ class Pipeline:
         return len(self.stages)
 
     def run(self, forward: Callable[[], T]) -> T:
-        """Runs ``forward``, which waits before each stage until the stage is free, and then frees the last stage."""
+        """Runs ``forward``, which waits before each stage until the stage is free. At the end, frees the last stage."""
         position = self._here.position = _StagePosition(self._python)
         try:
             return forward()
@@ -168,7 +168,10 @@ class Pipeline:
     def _enter(
         self, stage: Stage, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Inside ``run``, waits for the stage. Outside of ``run``, as in the checks at load, no other forward runs."""
+        """Inside ``run``, waits for the stage.
+
+        Outside of ``run``, for example in the checks at load, no other forward runs.
+        """
         # The stage that this thread's forward has reached.
         position: _StagePosition | None = getattr(self._here, "position", None)
         if position is None:
@@ -180,7 +183,7 @@ class Pipeline:
 class _StagePosition:
     """The stage of one forward.
 
-    To avoid deadlocks, a forward never holds the locks of two stages, and does not hold the Python lock while it waits.
+    To avoid deadlocks, a forward never holds the locks of two stages, and releases the Python lock before it waits.
     """
 
     def __init__(self, python: FairLock | None) -> None:
@@ -200,7 +203,7 @@ class _StagePosition:
             self._python_lock.enter_context(self._python)
 
     def leave(self) -> None:
-        """Waits until the device is done, and then frees the stage: queued work would delay the next forward."""
+        """Waits until the device is done and then frees the stage, because queued work would delay the next forward."""
         stage, self._stage = self._stage, None
         self._python_lock.close()
         with self._stage_lock.pop_all():

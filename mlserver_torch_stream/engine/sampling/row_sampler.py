@@ -1,7 +1,7 @@
-"""Holds the sampling state of one sequence: the changes to its logits, and its random numbers, which a hash computes.
+"""Holds the sampling state of one sequence: the changes to its logits, and its random numbers, which are hashes.
 
 The changes to logits are the bias, penalties, bad words, the minimum length and the model's own rules. A row's noise
-depends only on its own seed and position, so it is the same alone, in any batch and on any device. The hash is
+depends only on the row's seed and position, so it is the same in every batch and on every device. The hash is
 splitmix64, whose finaliser passes the usual tests of randomness.
 """
 
@@ -34,7 +34,7 @@ class RowEdits:
     """The changes to a row's logits, applied in this order.
 
     ``added`` are the biases of ``bias_ids``. A positive logit of ``seen_ids`` is divided by ``repetition``, and a
-    negative one is multiplied by it; then ``subtracted`` is subtracted. If ``forced`` or ``allowed`` is given, all
+    negative logit is multiplied by it; then ``subtracted`` is subtracted. If ``forced`` or ``allowed`` is given, all
     other ids get -inf.
     """
 
@@ -51,9 +51,9 @@ class RowEdits:
 def few_allowed(edits: RowEdits | None, vocab_size: int) -> _Ids | None:
     """Returns the tokens that a row's mask allows, int64 [FEW], padded with ``NO_TOKEN``.
 
-    Returns None if the mask allows ``FEW`` tokens or more, or if the row has other changes. With exactly ``FEW``
-    tokens, the last one would get its own noise here, whereas in a whole row that token belongs to the tail beyond the
-    candidates (``candidates.py``).
+    Returns None if the mask allows ``FEW`` tokens or more, or if the row has other changes. If there were exactly
+    ``FEW`` tokens, the last token would get its own noise here; in a whole row, that token is not a candidate (see
+    ``candidates.py``).
     """
     if edits is None or edits.allowed is None or any(map(len, (edits.bias_ids, edits.seen_ids, edits.banned))):
         return None
@@ -114,7 +114,7 @@ def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
 def _indices(
     work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int] | _Ids]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns indices into ``work`` for all ids of all rows; None if there are no ids."""
+    """Returns the indices into ``work`` of all ids of all rows; None if there are no ids."""
     counts = [len(each) for each in ids]
     if not any(counts):
         return None
@@ -157,10 +157,11 @@ class RowRules:
 class LogitAdjuster:
     """The adjustments of one sequence, in transformers' order.
 
-    The adjustments are: the bias, the repetition penalty (for prompt and generated tokens), presence and frequency
+    The adjustments are the bias, the repetition penalty (for prompt and generated tokens), presence and frequency
     penalties (for generated tokens), bad words, the exclusion of ``end_ids`` before ``min_tokens``, and the model's own
-    ``rules``, which need ``max_tokens``. Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes the tokens
-    that its constraint does not allow, and takes precedence over tokens that the model's rules force.
+    ``rules``, for which ``max_tokens`` is needed. Ids at or above ``vocab_size`` are ignored. A ``matcher`` excludes
+    the tokens that its constraint does not allow; the constraint takes precedence over tokens that the model's rules
+    force.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class _SeenTokens:
 
 
 class _BadWords:
-    """Bans the last id of a bad word while the prompt and answer so far end with the word's other ids."""
+    """Bans the last id of a bad word as long as the text so far ends with the word's other ids."""
 
     def __init__(
         self, words: Sequence[Sequence[int]], prompt_ids: Sequence[int], vocab_size: int, end_ids: set[int]
@@ -338,11 +339,12 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class RowSampler:
-    """One sequence's sampling state. ``top_k`` and ``min_p`` are off at 0, ``top_p`` and ``typical_p`` are off at 1.
+    """One sequence's sampling state.
 
-    ``adjuster`` changes the logits before sampling. ``seed`` is any integer and is taken modulo 2**64. ``sample_index``
-    is the sequence's number among the n sequences of its request, which get different tokens under the same seed. A row
-    that ``takes_argmax`` gets the token of its first largest logit, without a log-probability; a row that is
+    ``top_k`` and ``min_p`` are off if they are 0; ``top_p`` and ``typical_p`` are off if they are 1. ``adjuster``
+    changes the logits before sampling. ``seed`` is any integer and is taken modulo 2**64. ``sample_index`` is the
+    sequence's number among the n sequences of its request, which get different tokens under the same seed. A row that
+    ``takes_argmax`` gets the token of its first largest logit, without a log-probability; a row that is
     ``drawn_unchanged`` is drawn from its unchanged logits, also without a log-probability.
     """
 

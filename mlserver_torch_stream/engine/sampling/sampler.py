@@ -1,4 +1,7 @@
-"""Chooses the next token of each row of a batch, with its log-probabilities. Makes samplers for new sequences."""
+"""Chooses the next token of each row of a batch, and its log-probabilities.
+
+Also makes the samplers of new sequences.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ def sample(
 
     ``logits``, [B, V], may have any float dtype and device, and are not changed. ``indices`` are the rows of ``logits``
     that ``rows`` sample from; None means all, in order. V is at least the rows' ``vocab_size``; further columns are
-    padding. If a row's logits hold NaN or no token can be chosen, only that row fails. ``argmax`` and ``row_draw`` come
-    from ``Logits``; only rows without a token from either of them are sampled by torch.
+    padding. If a row's logits contain NaN or no token can be chosen, only that row fails. ``argmax`` and ``row_draw``
+    come from ``Logits``; torch samples only the rows for which neither of them has a token.
     """
     indices = range(len(rows)) if indices is None else indices
     known = [UNDECIDED] * len(rows)
@@ -94,7 +97,7 @@ def _choose_all(
 ) -> list[int]:
     """Samples the rows.
 
-    Rows with few allowed tokens are sampled from a separate table, whose columns are those tokens.
+    Rows with few allowed tokens are sampled from a separate table that has only these tokens as columns.
     """
     edits = [row.adjuster.edits() for row in rows]
     few = {}
@@ -115,7 +118,7 @@ def _choose_all(
 
 
 def _adjusted(raw: torch.Tensor, indices: list[int], edits: Sequence[RowEdits | None]) -> torch.Tensor:
-    """Returns these rows of the logits as float32, with their edits applied. Copies them only if needed."""
+    """Returns these rows of the logits as float32, with their edits applied. The rows are copied only if needed."""
     work = (raw if indices == list(range(len(raw))) else raw[from_host(indices, raw.device)]).float()
     changing = [i for i, each in enumerate(edits) if each is not None]
     if changing and work.data_ptr() == raw.data_ptr():
@@ -130,7 +133,7 @@ def _choose(
 ) -> list[int]:
     """Returns a column for each row, or ``FAILED``.
 
-    ``ids`` are the tokens of the columns, unless they are the vocabulary.
+    ``ids`` are the tokens that the columns stand for, unless the columns are the vocabulary.
     """
     greedy = [i for i, row in enumerate(rows) if row.greedy]
     if len(greedy) == len(rows):
@@ -159,7 +162,7 @@ def _argmax(work: torch.Tensor) -> list[int]:
 def _logprobs(
     raw: torch.Tensor, indices: list[int], rows: Sequence[RowSampler], token_ids: list[int]
 ) -> list[TokenLogprob | None]:
-    """Returns log-probabilities under the unchanged logits, for the rows that ask for them and have a token."""
+    """Returns log-probabilities from the unchanged logits, for the rows that ask for them and have a token."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     asking = [i for i, row in enumerate(rows) if row.wants_logprob and token_ids[i] != FAILED]
     if not asking:

@@ -1,1 +1,4 @@
-"""Decides which request runs next: admission, the fair queue, limits, and the work of each step. Imports no torch."""
+"""Decides what runs next: admits requests from a fair queue, enforces limits, and plans the work of each step.
+
+Imports no torch.
+"""

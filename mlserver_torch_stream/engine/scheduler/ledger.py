@@ -1,4 +1,4 @@
-"""Keeps the ledger of a KV cache: which pages and which state slot each sequence has."""
+"""Keeps the ledger of a KV cache, which records the pages and the state slot of each sequence."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TokenIds = Callable[[int, int], Sequence[int]]
 
 
 class SequencePages:
-    """The pages of one sequence. The pages hold its first ``computed`` tokens once the forwards in flight have
-    returned.
+    """The pages of one sequence.
 
-    The pool can find the first ``named`` full pages by their tokens; the first ``written`` of them have certainly been
-    written. A step's batch refers to the ``tables`` themselves: they do not change before its forward has returned, and
-    ``clear`` makes new tables.
+    The pages hold its first ``computed`` tokens once the forwards in flight have returned. The first ``named`` full
+    pages are in the prefix cache; the first ``written`` pages of these have certainly been written. A step's batch
+    refers to the ``tables`` themselves, without a copy. So the tables do not change before the forward has returned,
+    and ``clear`` makes new tables.
     """
 
     def __init__(self, spec: CacheSpec, pool: PagePool, token_ids: TokenIds, salt: str | None = None) -> None:
@@ -52,18 +52,18 @@ class SequencePages:
         return [len(table) - first for table, first in zip(self.tables, self._first, strict=True)]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yields its pages, each with its group."""
+        """Yields the pages, each with its group."""
         for group, table in enumerate(self.tables):
             yield from ((group, page) for page in table if page != GIVEN_BACK)
 
     # --- finding ---
 
     def look_up(self, tokens: int, *, again: bool = False) -> int:
-        """Takes the pages of the longest prefix of the first ``tokens`` that the pool finds. Returns the tokens in
-        them.
+        """Adds the pages of the longest prefix, within the first ``tokens`` tokens, that is in the prefix cache.
 
-        A windowed group needs only the pages that the next token sees. ``again``: the last of these tokens is computed
-        again, for its logits. If it ends a page that the pool finds, ``extend`` copies the page.
+        Returns the number of tokens in these pages. A windowed group needs only the pages that the next token sees.
+        ``again`` means that the last of the ``tokens`` is computed again, because its logits are needed. If that token
+        ends a page from the prefix cache, ``extend`` copies the page.
         """
         size, before = self._spec.page_size, self.computed
         if not self._pool.finds or (before % size and not self._ends_found_page):
@@ -104,7 +104,7 @@ class SequencePages:
         return self._go_on(begun, best)
 
     def _seen_from(self, group: int, page: int) -> int:
-        """Returns the first page that the first query of a page sees."""
+        """Returns the index of the first page that the first query of this page sees."""
         size = self._spec.page_size
         return self._spec.groups[group].oldest_seen(page * size) // size
 
@@ -131,7 +131,7 @@ class SequencePages:
         return self._digests[index]
 
     def find_scores(self, page_scores: PageScores, scores: list[TokenLogprob], top: int, tokens: int) -> None:
-        """Adds to ``scores`` the kept scores of the next pages, within the first ``tokens``."""
+        """Adds the stored scores of the next pages, within the first ``tokens`` tokens, to ``scores``."""
         size = self._spec.page_size
         for index in range(len(scores) // size, tokens // size) if self._pool.finds else ():
             kept = page_scores.find(self._digest(index), top)
@@ -146,7 +146,7 @@ class SequencePages:
             page_scores.keep(self._digest(index), scores[index * size : (index + 1) * size], top)
 
     def name(self, tokens: int) -> None:
-        """Lets the pool find the full pages among the first ``tokens``."""
+        """Adds the full pages among the first ``tokens`` tokens to the prefix cache."""
         if not self._pool.finds:
             return
         for index in range(self.named, tokens // self._spec.page_size):
@@ -157,7 +157,7 @@ class SequencePages:
             self.named = index + 1
 
     def forget_unwritten(self) -> set[tuple[int, int]]:
-        """Removes from the prefix cache the pages that a failed forward should have written, and returns them."""
+        """Removes and returns the pages in the prefix cache that a failed forward should have written."""
         size = self._spec.page_size
         pages = self.unwritten
         for group, page in pages:
@@ -166,12 +166,12 @@ class SequencePages:
         return pages
 
     def forget_all(self) -> None:
-        """Takes all pages of the sequence out of the prefix cache."""
+        """Removes all pages of the sequence from the prefix cache."""
         for group, page in self:
             self._pool.forget(group, page)
 
     def from_token(self, start: int) -> set[tuple[int, int]]:
-        """Returns its pages that hold tokens from position ``start`` on, each with its group."""
+        """Returns the pages with the tokens from position ``start`` on, each with its group."""
         return self._pages(start // self._spec.page_size)
 
     def _pages(self, start: int, stop: int | None = None) -> set[tuple[int, int]]:
@@ -198,10 +198,10 @@ class SequencePages:
 
     @property
     def has_room(self) -> bool:
-        """True if the next token needs no new page and no copy: it goes to pages that no other sequence holds.
+        """Whether the next token needs no new page and no copy, because only this sequence holds the token's pages.
 
-        False if the token is the last of its page, because a full page is added to the prefix cache; and for models
-        with sliding windows, because the step may give a page back.
+        The value is also false in two other cases: for the last token of a page, because the full page is added to the
+        prefix cache, and for models with sliding windows, because the step may return a page to the pool.
         """
         index, offset = divmod(self.computed, self._spec.page_size)
         if self._slides or not 0 < offset < self._spec.page_size - 1:
@@ -212,11 +212,11 @@ class SequencePages:
         return True
 
     def missing(self, end: int) -> list[int]:
-        """Returns how many pages of each group ``extend`` takes for the tokens up to ``end``."""
+        """Returns how many new pages of each group ``extend`` needs for the tokens up to ``end``."""
         return [lacking + self._is_shared(group) for group, lacking in enumerate(self.lacking(end))]
 
     def _is_shared(self, group: int) -> bool:
-        """Returns whether the page to which the next token is written is held by another sequence, or was found."""
+        """Returns whether another sequence also holds the next token's page, or it was found in the prefix cache."""
         index, offset = divmod(self.computed, self._spec.page_size)
         table = self.tables[group]
         if index >= len(table):
@@ -226,15 +226,15 @@ class SequencePages:
 
     @property
     def unwritten(self) -> set[tuple[int, int]]:
-        """The pages that the pool can find already, and that a forward has yet to write, each with its group."""
+        """The pages that are already in the prefix cache but that a forward has yet to write, each with its group."""
         return self._pages(self.written, self.named)
 
     def find_next(self, length: int) -> set[tuple[int, int]]:
-        """Returns the pages that the pool finds for the next token's page, and for the first page that the tables lack,
-        each with its group.
+        """Returns the pages of the prefix cache with the same tokens as the next token's page or as the first page that
+        the tables lack, each with its group.
 
-        They differ after a look-up, which leaves the last token of the pages that it has found to be computed.
-        ``length``: of the sequence.
+        The two pages differ after a look-up, which leaves the last token of the found pages to be computed. ``length``
+        is the length of the sequence.
         """
         size, groups = self._spec.page_size, range(len(self.tables))
         indices = {self.computed // size, *map(len, self.tables)} if self._pool.finds else set()
@@ -243,9 +243,10 @@ class SequencePages:
         return {(group, page) for group, page in found if page is not None}
 
     def extend(self, end: int) -> list[tuple[int, int, int]]:
-        """Takes the pages for the tokens up to ``end``, and replaces a shared page to which the next token is written.
+        """Allocates the pages for the tokens up to ``end``.
 
-        Returns the copies that the step makes first: (group, source page, target page).
+        If the next token's page is shared, replaces it by a new page. Returns the copies with which the step has to
+        begin: (group, source page, target page).
         """
         copies = []
         index = self.computed // self._spec.page_size
@@ -261,12 +262,12 @@ class SequencePages:
         return copies
 
     def grow(self, end: int) -> None:
-        """Takes the pages that the tables lack for the tokens up to ``end``. Replaces no shared page."""
+        """Allocates the pages that the tables lack for the tokens up to ``end``. Does not replace shared pages."""
         for group, lacking in enumerate(self.lacking(end)):
             self.tables[group].extend(self._pool.take(group) for _ in range(lacking))
 
     def fork(self, token_ids: TokenIds) -> SequencePages:
-        """Returns the pages of another sequence with the same tokens so far, which shares all of them."""
+        """Returns a copy for another sequence with the same tokens so far; both sequences hold the same pages."""
         twin = SequencePages(self._spec, self._pool, token_ids, self._salt)
         twin.tables = tuple(table[:] for table in self.tables)
         twin._first = self._first[:]
@@ -278,7 +279,7 @@ class SequencePages:
         return twin
 
     def clear(self) -> None:
-        """Gives all pages back, the last page first: the pool evicts in this order, so the beginning stays longest."""
+        """Returns all pages, the last page first: the pool evicts in this order, so the first page stays longest."""
         for index in reversed(range(max(map(len, self.tables), default=0))):
             for group, table in enumerate(self.tables):
                 if index < len(table) and table[index] != GIVEN_BACK:
@@ -290,7 +291,7 @@ class SequencePages:
 
 @dataclass(eq=False, slots=True)  # a frozen dataclass takes three times as long to create
 class StepPart:
-    """A sequence's part of a step; ``input`` is the part as the forward gets it.
+    """A sequence's part of a step; ``input`` is the form in which the forward gets it.
 
     ``samples`` are the sequences that get a token from this part's logits: none for a chunk before the end of a prompt,
     all ``n`` sequences of the request for the last chunk, and the sequence itself while it decodes. ``drafts`` are the
@@ -314,7 +315,7 @@ class StepPart:
 
     @property
     def sampled_row(self) -> int:
-        """The row of logits from which the first token is sampled; the rows before it score the prompt."""
+        """The row of logits from which the first token is sampled; earlier rows score the prompt."""
         return self.input.wanted - 1 - len(self.drafts)
 
 
@@ -324,9 +325,10 @@ Order = tuple[int, int, int]  # priority, number of the admission, index in the 
 
 
 class ScheduledSequence:
-    """The scheduler's state of a sequence: its ``pages``, its place in the order, and its part of a step.
+    """The scheduler's state of a sequence: its ``pages``, its place in the order of admission, and its part of a step.
 
-    ``forks`` are the sequences of its request that continue from the end of the prompt, which this sequence computes.
+    ``forks`` are the other sequences of its request. They continue from the end of the prompt, which this sequence
+    computes.
     """
 
     def __init__(self, sequence: SequenceState, spec: CacheSpec, pool: PagePool, page_scores: PageScores) -> None:
@@ -347,20 +349,20 @@ class ScheduledSequence:
 
     @property
     def computed(self) -> int:
-        """The number of tokens whose keys and values are in its pages."""
+        """The number of tokens whose keys and values are in the sequence's pages."""
         return self.pages.computed
 
     @property
     def left(self) -> int:
-        """Tokens that can be computed now."""
+        """The number of tokens that can be computed now."""
         return self.sequence.length - self.pages.computed
 
     @property
     def decodes(self) -> bool:
-        """True if only its newest token is to be computed.
+        """Whether the sequence decodes, so that only its newest token has to be computed.
 
-        False for a sequence that resumes after it has lost its pages, even if the prefix cache has all tokens but the
-        last.
+        A sequence that resumes after it has lost its pages does not decode, even if the prefix cache has all tokens but
+        the last.
         """
         return bool(self.sequence.tokens) and not self.restarts and self.left == 1
 
@@ -371,7 +373,7 @@ class ScheduledSequence:
 
     @property
     def samples(self) -> tuple[SequenceState, ...]:
-        """The sequences that get a token at the end of its tokens."""
+        """The sequences that get the token after this sequence's last token."""
         return (self.sequence, *[fork for fork in self.forks if fork.finish_reason is None])
 
     @property
@@ -386,14 +388,14 @@ class ScheduledSequence:
         return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
 
     def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
-        """Returns ``needed`` plus one page of each group for each fork, which copies a page."""
+        """Returns ``needed`` plus one page of each group for each fork, because a fork copies a page."""
         return [pages + len(self.forks) for pages in self.needed(limits)]
 
     def look_up(self) -> None:
-        """Takes pages from the prefix cache, for all tokens but the last one, whose logits are needed.
+        """Takes pages from the prefix cache for all tokens except the last one, because its logits are needed.
 
-        A prompt that is scored continues from the token before its first token without a score, because the logits of
-        that token are needed.
+        If the prompt is scored, computing resumes at the token before the first token without a score, because that
+        token's logits are needed.
         """
         most, request, again = self.sequence.length - 1, self.request, False
         if request.unscored:
@@ -407,14 +409,14 @@ class ScheduledSequence:
             self.found += gained
 
     def add_scores(self, scores: Sequence[TokenLogprob]) -> None:
-        """Adds the next scores of the prompt, and stores those of full pages."""
+        """Adds the next scores of the prompt, and stores the scores of full pages."""
         request = self.request
         first = len(request.scores)
         request.scores += scores
         self.pages.keep_scores(self._page_scores, request.scores, request.params.prompt_logprobs or 0, first)
 
     def advance(self, part: StepPart, tokens: int) -> None:
-        """Counts the first ``tokens`` of its part as computed, after the part's forward has returned."""
+        """Counts the first ``tokens`` tokens of a part as computed, after the part's forward has returned."""
         self.part = None
         self.copied = False
         self.pages.computed = part.start + tokens
@@ -424,9 +426,9 @@ class ScheduledSequence:
 
 
 class PageLedger:
-    """Records what each sequence holds in the KV cache: its pages, and the slot of its states.
+    """Records what each sequence holds in the KV cache: its pages and the slot of its states.
 
-    A sequence that loses them is computed again.
+    A sequence that loses its pages and slot is computed again.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, *, finds: bool) -> None:
@@ -460,7 +462,7 @@ class PageLedger:
         return scheduled
 
     def fork(self, scheduled: ScheduledSequence, sequence: SequenceState) -> ScheduledSequence:
-        """Adds a sequence that continues from the tokens of ``scheduled``, in the same pages if there is memory."""
+        """Adds a sequence that continues after the tokens of ``scheduled``, in the same pages if there is memory."""
         twin = self.add(sequence)
         twin.began_anew = True
         if not self.fits_for(twin, [0] * len(self._spec.groups)):  # no bytes are left for its states
@@ -481,11 +483,14 @@ class PageLedger:
         return self._sequences.get(sequence)
 
     def pop(self, sequences: Iterable[SequenceState]) -> list[ScheduledSequence]:
-        """Removes these sequences, and returns those that had not left. They still hold their pages and slots."""
+        """Removes these sequences, and returns those that were not removed before.
+
+        They still hold their pages and slots.
+        """
         return [self._sequences.pop(each) for each in sequences if each in self._sequences]
 
     def is_void(self, part: StepPart) -> bool:
-        """Returns whether the result of a part is ignored: its sequence has left, or is computed again."""
+        """Returns whether the result of a part is ignored, because its sequence has left or is computed again."""
         scheduled = self.get(part.sequence)
         return scheduled is None or scheduled.part is not part
 
@@ -519,14 +524,14 @@ class PageLedger:
         return self._pool.fits(pages)
 
     def fits_for(self, scheduled: ScheduledSequence, pages: Sequence[int], sequences: int = 1) -> bool:
-        """Returns whether ``pages``, and the state slots that the sequence and its forks lack, are free or cached."""
+        """Returns whether there is room for ``pages`` and for the state slots that the sequence and its forks lack."""
         if not self._spec.state_bytes:
             return self._pool.fits(pages)
         slots = sequences - (scheduled.slot != NO_SLOT)
         return slots <= len(self._slots) and self._pool.fits(pages, slots * self._spec.state_bytes)
 
     def fitting(self, scheduled: ScheduledSequence, tokens: int) -> int:
-        """Returns how many of the next ``tokens`` of a sequence can have pages."""
+        """Returns for how many of the next ``tokens`` tokens of a sequence there are pages."""
         size, start = self._spec.page_size, scheduled.computed
         while tokens > 0:
             if self.fits_for(scheduled, scheduled.pages.missing(start + tokens)):

@@ -23,13 +23,13 @@ from mlserver_torch_stream.types import ModelInfo
 class SchedulerLimits:
     """The bounds of the scheduler.
 
-    ``pages`` bounds the pages of each group of layers, ``cache_bytes`` the pages of all groups and the states.
+    ``pages`` bounds the pages of each group of layers; ``cache_bytes`` bounds the pages of all groups plus the states.
 
-    ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in a step in which
-    sequences decode, because these wait for its end. None means no bound. A decoding sequence's newest token does not
-    count, because it never waits for a prompt. A chunk of a prompt counts as at least ``prefill_floor`` tokens: if each
-    chunk is a separate forward, many short chunks would delay the decoding sequences. With ``whole_prompts`` a step
-    computes at most one prompt, and computes it whole.
+    ``token_budget`` bounds the prompt tokens and drafts of one step. ``beside_budget`` bounds them in steps in which
+    sequences decode, because those sequences wait until the step ends. None means no bound. A decoding sequence's
+    newest token does not count, because it never waits for a prompt. A chunk of a prompt counts as at least
+    ``prefill_floor`` tokens, because many short chunks would delay the decoding sequences if each chunk is a separate
+    forward. With ``whole_prompts`` a step computes at most one prompt, and always the whole prompt.
 
     ``prefix_bytes`` bounds the pages that only the prefix cache holds. At most ``stages`` batches are in flight at a
     time.
@@ -53,7 +53,7 @@ class SchedulerLimits:
         return min((each for each in budgets if each is not None), default=math.inf)
 
     def chunk(self, tokens: int) -> int:
-        """Returns how many of ``tokens`` prompt tokens one step computes at most."""
+        """Returns the maximum number of prompt tokens that one step computes if a prompt has ``tokens`` left."""
         return tokens if self.whole_prompts or self.token_budget is None else min(self.token_budget, tokens)
 
 
@@ -61,8 +61,8 @@ class SchedulerLimits:
 class PromptBudget:
     """Bounds the prompt tokens of one step by their cost.
 
-    A prompt token with ``k`` keys before it costs ``1 + per_key * k``, and all prompt tokens of the step cost at most
-    ``cost`` together. The first prompt gets ``least`` tokens whatever they cost.
+    A prompt token with ``k`` keys before it costs ``1 + per_key * k``. All prompt tokens of the step together cost at
+    most ``cost``, but the first prompt gets at least ``least`` tokens, whatever they cost.
     """
 
     cost: float
@@ -74,13 +74,13 @@ class PromptBudget:
         return tokens * (1 + self.per_key * (start + tokens / 2))
 
     def fitting(self, cost: float, start: int) -> int:
-        """Returns how many prompt tokens from position ``start`` on together cost at most ``cost``."""
+        """Returns how many prompt tokens, from position ``start`` on, can be computed at a total cost of ``cost``."""
         linear, square = 1 + self.per_key * start, self.per_key / 2
         return int(2 * cost / (linear + math.sqrt(linear * linear + 4 * square * cost)))
 
 
 def fits_alone(spec: CacheSpec, limits: SchedulerLimits, sequences: int, prompt: int, final: int) -> bool:
-    """Returns whether an idle engine could run a request with ``sequences`` sequences of ``final`` tokens to its end.
+    """Returns whether an idle engine could finish a request that has ``sequences`` sequences of ``final`` tokens.
 
     The sequences share the full pages of the prompt.
     """
@@ -112,7 +112,7 @@ class QueueLimits:
     chunk: int = 512
 
     def step_limit(self, tokens: int) -> float:
-        """Returns the seconds that a forward of ``tokens`` tokens may take: ``step_timeout`` for each ``chunk``."""
+        """Returns the time limit of a forward of ``tokens``, in seconds: ``step_timeout`` per ``chunk`` tokens."""
         return math.inf if self.step_timeout is None else self.step_timeout * max(1, math.ceil(tokens / self.chunk))
 
 
@@ -122,12 +122,13 @@ _MAX_TRIED = 16  # per admission: a long queue costs a step no more than a short
 
 
 class FairQueue:
-    """Start-time fair queueing with one flow per request. A flow's weight falls with its client's backlog.
+    """Start-time fair queueing with one flow per request.
 
-    A request's tag is the virtual time plus its work (the maximum number of tokens that it can need) times the number
-    of its client's requests in the queue. The request with the lowest tag goes first. So short requests overtake
-    earlier long ones, and a client that floods the queue does not overtake other clients. The virtual time grows with
-    each admission, so no request waits forever.
+    The longer a client's backlog, the lower the weight of its flows. A request's work is the maximum number of tokens
+    that it can need. Its tag is the virtual time plus its work times the number of its client's requests in the queue.
+    The request with the lowest tag goes first. So short requests overtake earlier long requests, and a client that
+    floods the queue does not overtake other clients. The virtual time grows with each admission, so no request waits
+    forever.
     """
 
     def __init__(self) -> None:
@@ -141,18 +142,21 @@ class FairQueue:
         return len(self._tags)
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Yields the requests in the order in which admission tries them."""
+        """Yields the requests in the order in which they are considered for admission."""
         return iter(sorted(self._tags, key=lambda request: (request.input.priority, self._tags[request])))
 
     def __contains__(self, request: RequestState) -> bool:
         return request in self._tags
 
     def has_before(self, priority: float) -> bool:
-        """Returns whether a request is waiting that goes first, because its priority number is below ``priority``."""
+        """Returns whether a waiting request has a priority number below ``priority``."""
         return any(request.input.priority < priority for request in self._tags)
 
     def add(self, request: RequestState) -> None:
-        """Adds a request. A request's place depends on its work and on the number of its client's queued requests."""
+        """Adds a request.
+
+        The place of the request depends on its work and on the number of its client's queued requests.
+        """
         self._backlog[request.input.client] += 1
         self._tags[request] = self._virtual_time + request.work * self._backlog[request.input.client]
         self.tokens += len(request.prompt)
@@ -167,7 +171,7 @@ class FairQueue:
             del self._backlog[request.input.client]
 
     def admit(self, fits: Callable[[RequestState], bool]) -> RequestState | None:
-        """Removes and returns the first request that ``fits``.
+        """Removes and returns the first request for which ``fits`` returns True.
 
         Returns None if no request fits, or if an earlier request was overtaken too often.
         """
@@ -185,7 +189,7 @@ class FairQueue:
 
 
 class ServiceRate:
-    """Estimates how long requests take, from the requests that have ended."""
+    """Estimates how long requests take, based on the requests that have ended."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -210,7 +214,7 @@ Refusal = Callable[[int, int, int], str | None]
 
 
 class Admission:
-    """Checks requests before they are queued. The checks raise InvalidInput, which names the field, or QueueFull.
+    """Checks requests before they are queued. They raise QueueFull, or InvalidInput, which names the field.
 
     The class also counts the requests in the engine's inbox, which the batcher has not accepted yet.
     """
@@ -258,7 +262,7 @@ class Admission:
             raise ContextLengthExceeded("text_input", tokens, context)
 
     def _check_ids(self, prompt_ids: Sequence[int]) -> None:
-        """Refuses ids that have no embedding: a tokenizer can have more ids than the model, and a GPU fails on them."""
+        """Refuses ids without an embedding: a tokenizer can have more ids than the model, and a GPU fails on them."""
         size = self._info.vocab_size
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
             raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
@@ -272,10 +276,9 @@ class Admission:
             raise InvalidInput("n" if too_many else "max_tokens", reason)
 
     def longest(self, request: EngineRequest, prompt: int, refusal: Refusal) -> int:
-        """Returns the maximum length of a request's sequences, including its prompt, which has ``prompt`` tokens.
+        """Returns the maximum length of a request's sequences, including the prompt of ``prompt`` tokens.
 
-        Without ``max_tokens`` the result is at most the length at which all the request's sequences fit the cache
-        together.
+        Without ``max_tokens`` the result is limited so that all sequences of the request fit the cache together.
         """
         context, n = self._info.max_model_len, request.sampling.n
         if n == 1 or request.sampling.max_tokens is not None:
@@ -283,7 +286,7 @@ class Admission:
         return largest(context, lambda length: length <= prompt or refusal(n, prompt, length) is None)
 
     def check_queue(self, requests: Sequence[EngineRequest], stats: EngineStats, open_prompts: int) -> None:
-        """Checks that the queue has room, according to the batcher's ``stats``, and may have one more open prompt."""
+        """Checks, from the batcher's ``stats``, that the queue has room and that one more open prompt is allowed."""
         limits, waiting = self._queue_limits, self.waiting(stats)
         most, retry_after = limits.max_queued_requests, self.service_rate.seconds_for(waiting)
         if waiting + len(requests) > most:

@@ -1,6 +1,6 @@
-"""Decides which sequences are computed again after a forward that failed or gave NaN.
+"""Decides which sequences are computed again after a forward has failed or returned NaN.
 
-Sequences share pages, so such a forward may concern sequences that were not in its batch.
+Sequences share pages, so such a forward may affect sequences that were not in its batch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from mlserver_torch_stream.engine.scheduler.ledger import PageLedger, ScheduledS
 
 
 class Restarts:
-    """Restarts sequences of a ledger: they lose their pages, and what is in flight for them is void."""
+    """Restarts sequences of a ledger: they lose their pages, and their parts of steps in flight are void."""
 
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
 
     def isolate(self, parts: Iterable[StepPart]) -> list[SequenceState]:
-        """Prepares the parts of a failed forward to be tried again, without the others.
+        """Prepares the parts of a failed forward to be tried again in smaller batches.
 
-        Returns the sequences that are computed again instead; their part, in this batch or in a later one, is void.
-        They share pages that were not written, or the batch had a copy for them, whether it was made or not.
+        Some sequences have to be computed from the start instead, because they share pages that were not written, or
+        because the batch had a copy for them, even if the copy was made. Returns these sequences; their parts, in this
+        batch or a later batch, are void.
         """
         void = self.void([each for part in parts if (each := self._ledger.get(part.sequence)) is not None])
         return [*void, *self.recompute(())]
@@ -41,8 +42,8 @@ class Restarts:
     def void(self, failed: Sequence[ScheduledSequence]) -> list[SequenceState]:
         """Forgets the pages that the parts in flight should have written, and restarts the sequences that share them.
 
-        The restarted sequences may have named further pages since then. Sequences that share these pages are restarted
-        as well.
+        The restarted sequences may already have added further pages to the prefix cache. Sequences that share those
+        pages are restarted, too.
         """
         found = [scheduled for scheduled in failed if scheduled.part is not None]
         sharing: dict[ScheduledSequence, None] = {}
@@ -56,13 +57,13 @@ class Restarts:
         return [scheduled.sequence for scheduled in sharing]
 
     def doubt(self, parts: Iterable[StepPart], spoiled: Collection[SequenceState]) -> Collection[SequenceState]:
-        """Restarts sequences that may have got NaN from other sequences of their step, and returns them.
+        """Restarts and returns sequences that may have got NaN from other sequences of their step.
 
-        ``spoiled`` sequences have NaN in their logits. Some forwards write NaN to the tokens before them too, and so to
-        pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares pages that
-        another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence wrote. Of
-        several spoiled sequences that share pages, only the sequence that wrote the pages fails; the others are
-        computed again.
+        ``spoiled`` sequences have NaN in their logits. Some forwards also write NaN for earlier tokens of the sequence,
+        and so to pages that other sequences of the step read. A sequence is computed again if it is spoiled and shares
+        pages that another part of the step wrote, or if it has no logits yet and shares pages that a spoiled sequence
+        wrote. Of several spoiled sequences that share pages, only the sequence that wrote the pages fails; the others
+        are computed again.
         """
         writers = dict[tuple[int, int], StepPart]()
         sampled = set[SequenceState]()

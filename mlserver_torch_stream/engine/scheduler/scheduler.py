@@ -1,4 +1,4 @@
-"""Schedules each step: which sequences decode, which chunks of prompts run with them, and which pages they use.
+"""Plans each step: which sequences decode, which chunks of prompts run in the same step, and which pages they use.
 
 The scheduler only decides what to run, and returns the plan. This module does not import torch, run a model or read a
 clock.
@@ -38,7 +38,8 @@ _MAX_SCORED_ROWS = 256
 class StepPlan:
     """The parts of one step, in the order of the batch's sequences. An empty plan has nothing to run.
 
-    ``prompt_tokens`` counts the tokens of all prompt chunks, and those of preempted sequences that are computed again.
+    ``prompt_tokens`` counts the tokens of all prompt chunks, including the tokens of preempted sequences that are
+    computed again.
     """
 
     parts: tuple[StepPart, ...] = ()
@@ -57,13 +58,15 @@ class StepPlan:
 
 
 class StepDraft:
-    """A step while it is planned: what is ``left`` of its token budget, its parts, and its decoding sequences."""
+    """A step that is being planned: what is ``left`` of its token budget, its parts, and its decoding sequences."""
 
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: PromptBudget | None = None
     ) -> None:
-        """``decodes`` says whether sequences decode in this step. ``prompt_budget`` bounds only the tokens of
-        prompts."""
+        """``decodes`` says whether sequences decode in this step.
+
+        ``prompt_budget`` bounds only the tokens of prompts.
+        """
         self._limits = limits
         self._page_size = page_size
         self._parts: dict[ScheduledSequence, StepPart] = {}
@@ -86,9 +89,10 @@ class StepDraft:
         return min(self.left, self._cost_left, self._rows_left) > 0
 
     def chunk(self, scheduled: ScheduledSequence) -> int:
-        """Returns how many of a prompt's next tokens the step takes. If possible the chunk ends where a page ends.
+        """Returns how many of a prompt's next tokens the step takes.
 
-        So the next chunk can use the prefix cache, if another sequence has computed the chunk's first page by then.
+        If possible, the chunk ends at the end of a page. Then the next chunk can use the prefix cache if another
+        sequence has meanwhile computed the chunk's first page.
         """
         start, tokens = scheduled.computed, scheduled.left
         unscored = scheduled.request.rows_to_score(start, start + tokens)
@@ -101,7 +105,7 @@ class StepDraft:
         return (whole if whole > start else end) - start
 
     def _affordable(self, start: int) -> float:
-        """Returns how many tokens of a prompt, from position ``start`` on, fit the rest of the prompt budget."""
+        """Returns how many tokens of a prompt, from position ``start`` on, fit into the rest of the prompt budget."""
         if self._cost_left == math.inf:
             return math.inf
         least = 1 if self._prompt_tokens else self._prompt_budget.least
@@ -127,9 +131,10 @@ class StepDraft:
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
-        """Returns whether another part of this step writes the page that a prompt whose scores are wanted needs next.
+        """Returns whether a prompt should wait, because this step writes the page that the prompt needs next.
 
-        Such a prompt waits until the next step, when the page and its scores exist and the prompt can use them.
+        Only prompts whose scores are wanted have to wait. In the next step, the page and its scores exist, and the
+        prompt can use them.
         """
         if not scheduled.request.unscored or not self._parts:
             return False
@@ -145,7 +150,7 @@ class StepDraft:
         self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
-        """Returns the finished plan, whose batch begins with the page copies and ``state_copies``."""
+        """Returns the finished plan, whose batch includes the page copies and ``state_copies``."""
         if not self._parts:
             return StepPlan()
         parts = tuple(self._parts.values())
@@ -154,25 +159,26 @@ class StepDraft:
 
 
 class Scheduler:
-    """Admits requests in the queue's order while sequences and pages are within the limits, and plans each step.
+    """Plans each step, and admits requests in the queue's order while sequences and pages are within the limits.
 
     ``ledger`` records which pages and slots the sequences hold, and ``restarts`` decides which sequences are computed
     again. ``admitted`` sequences are ordered by priority, then by admission, then by their index in the request.
 
-    One step: ``plan = schedule(busy)``; the forward of ``plan.batch``; then for each part of the plan ``advance(part,
-    tokens)``, then its sequences accept their tokens; then ``release`` the sequences that ended. Drafts are verified by
-    the sampled tokens, so a part with drafts advances only after its sequence has accepted tokens.
+    For each step, call ``plan = schedule(busy)`` and run the forward of ``plan.batch``. Then, for each part of the
+    plan, call ``advance(part, tokens)`` and let its sequences accept their tokens. Finally, ``release`` the sequences
+    that have ended. The sampled tokens show which drafts are right, so a part with drafts advances only after its
+    sequence has accepted tokens.
 
     If a sequence lacks pages, the last of the admitted sequences after it is preempted: that sequence loses its pages,
-    and is computed again when there are enough. So the first sequence always advances. The order of the parts in a
-    batch matters too: a part may read pages that an earlier part or an earlier batch writes.
+    and is computed again when there are enough pages. So the first sequence always advances. The order of the parts in
+    a batch matters, too: a part may read pages that an earlier part or an earlier batch writes.
     """
 
     def __init__(self, limits: SchedulerLimits, spec: CacheSpec, drafts: Drafts | None = None) -> None:
-        """``drafts`` is called for guesses of a sequence's next tokens.
+        """``drafts`` returns guesses of a sequence's next tokens.
 
-        A model with states, or one that computes prompts whole, cannot continue from pages alone, so it has neither
-        drafts nor a prefix cache.
+        If a model has states or computes prompts whole, pages are not enough to continue a sequence, so there are
+        neither drafts nor a prefix cache.
         """
         goes_on = not spec.state_bytes and not limits.whole_prompts
         finds = goes_on and limits.prefix_bytes > 0  # otherwise not even prompts of the same step share pages
@@ -208,7 +214,7 @@ class Scheduler:
         """Takes back the pages of sequences that have ended, and removes them from every queue.
 
         With ``forget`` the prefix cache forgets the pages, which may hold NaN. Returns the sequences whose part is
-        void: they share pages that were not written, and so are computed again.
+        void: they share pages that were not written, so they are computed again.
         """
         leaving = self.ledger.pop(sequences)
         void = self.restarts.void(leaving)
@@ -235,10 +241,10 @@ class Scheduler:
     # --- the plan of a step ---
 
     def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
-        """Plans the next step, without the ``busy`` sequences, which are in flight and keep their pages.
+        """Plans the next step. The ``busy`` sequences are in flight: they keep their pages and are not in the plan.
 
-        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that only the
-        limits bound them.
+        ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that there are only
+        the limits.
         """
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)
@@ -256,7 +262,10 @@ class Scheduler:
         return plan
 
     def _to_decode(self, busy: Busy) -> set[ScheduledSequence]:
-        """Returns the sequences that may decode in this step: each stage of a pipeline gets its share of them."""
+        """Returns the sequences that may decode in this step.
+
+        Each stage of a pipeline gets its share of the decoding sequences.
+        """
         decoding = [scheduled for scheduled in self.admitted if scheduled.decodes]
         share = -(-len(decoding) // self.limits.stages)
         return set([scheduled for scheduled in decoding if scheduled.sequence not in busy][:share])
@@ -290,7 +299,7 @@ class Scheduler:
         self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
 
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
-        """Returns whether a preempted sequence may restart: it has enough free pages, or no sequence before it has any.
+        """Returns whether a preempted sequence may restart: it has enough free pages, or no earlier sequence has any.
 
         Otherwise the sequence would be preempted again and again.
         """
@@ -299,7 +308,7 @@ class Scheduler:
         return self.ledger.fits_for(scheduled, _added(scheduled.needed(self.limits), self._soon_needed()))
 
     def _take_drafts(self, draft: StepDraft) -> None:
-        """Adds drafts to the decoding sequences, as far as the rest of the token budget and the free pages allow."""
+        """Adds drafts to the decoding sequences, within the rest of the token budget and the free pages."""
         if self._drafts is None:
             return
         for scheduled in draft.decoding:
@@ -316,14 +325,15 @@ class Scheduler:
     # --- admission ---
 
     def _admit_all(self, draft: StepDraft, busy: Busy, below: float = math.inf) -> None:
-        """Admits requests with a priority number below ``below`` as long as the step takes prompts."""
+        """Admits requests with a priority number below ``below`` while the step has room for prompt tokens."""
         admitted = True
         while admitted and draft.takes_prompts:
             admitted = self._admit(draft, busy, below)
 
     def _admit(self, draft: StepDraft, busy: Busy, below: float) -> bool:
-        """Admits the next request with a priority below ``below``, and adds its first chunk. Returns False if none
-        fits.
+        """Admits the next request with a priority number below ``below``, and adds its first chunk.
+
+        Returns False if no request fits.
         """
         if not self.waiting:
             return False
@@ -352,7 +362,7 @@ class Scheduler:
         insort(self.admitted, scheduled, key=lambda each: each.order)
 
     def _prompt_fits(self, scheduled: ScheduledSequence, reserved: list[int]) -> bool:
-        """Returns whether there are pages for the prompt, apart from those that it shares and the ``reserved`` ones."""
+        """Returns whether there are pages for the prompt's unshared part, in addition to the ``reserved`` pages."""
         scheduled.look_up()
         needed = _added(scheduled.needed_with_forks(self.limits), reserved)
         if self.ledger.fits_for(scheduled, needed, 1 + len(scheduled.forks)):
@@ -380,7 +390,7 @@ class Scheduler:
         return [pages] * len(self._spec.groups)
 
     def _reserved(self) -> list[int]:
-        """Returns the number of pages that running sequences need soon, plus those for the rest of started prompts."""
+        """Returns how many pages running sequences need soon, plus how many pages started prompts still need."""
         reserved = self._soon_needed()
         for scheduled in self.admitted:
             if not scheduled.decodes and not scheduled.restarts:
@@ -390,9 +400,10 @@ class Scheduler:
     # --- preemption ---
 
     def _preempt(self, scheduled: ScheduledSequence, tokens: int, draft: StepDraft, busy: Busy) -> int:
-        """Preempts later sequences until there is a page for this one, or all pages if prompts are computed whole.
+        """Preempts later sequences until this sequence can get its next page.
 
-        Returns for how many of the next ``tokens`` tokens there are pages afterwards.
+        If prompts are computed whole, the sequence must be able to get all its pages. Returns for how many of the next
+        ``tokens`` tokens there are pages then.
         """
         size, start = self._spec.page_size, scheduled.computed
         least = tokens if self.limits.whole_prompts else min(tokens, size - start % size)
@@ -405,7 +416,7 @@ class Scheduler:
         return least
 
     def _victim(self, scheduled: ScheduledSequence, draft: StepDraft, busy: Busy) -> ScheduledSequence | None:
-        """Returns the last sequence after this one that holds pages and is not in this step or in flight, if any."""
+        """Returns the last sequence after this one that holds pages and is not in this step or in flight, or None."""
         after = takewhile(lambda each: each is not scheduled, reversed(self.admitted))
         idle = (each for each in after if each.sequence not in busy and each not in draft)
         return next((each for each in idle if each.holds_something), None)
@@ -413,11 +424,11 @@ class Scheduler:
     # --- after the forward ---
 
     def add_scores(self, part: StepPart, scores: Sequence[TokenLogprob]) -> None:
-        """Appends ``scores`` to those of the prompt of this part, which has advanced."""
+        """Appends ``scores`` to the prompt's scores. The part must have advanced."""
         self.ledger[part.sequence].add_scores(scores)
 
     def advance(self, part: StepPart, tokens: int) -> bool:
-        """Counts the first ``tokens`` of a part as computed: ``part.count``, or fewer if drafts were rejected.
+        """Counts the first ``tokens`` tokens of a part as computed: ``part.count``, or fewer if drafts were rejected.
 
         Returns False if the part is void. If the part ends a prompt, the other sequences of the request are forked from
         this one.
@@ -442,5 +453,5 @@ class Scheduler:
 
 
 def _added(*pages: list[int]) -> list[int]:
-    """Returns the sum of several page counts, for each group."""
+    """Returns the sums of several page counts, group by group."""
     return [sum(each) for each in zip(*pages, strict=True)]

@@ -1,1 +1,1 @@
-"""Runs the steps of an engine: the interface of batchers, continuous and serial batching, choice of tokens, drafts."""
+"""Runs the steps of an engine: batchers for continuous and serial batching, the choice of tokens, and drafts."""

@@ -1,4 +1,4 @@
-"""Defines batchers, which compute the steps of an engine's thread, and replaces a batcher that has died."""
+"""Defines the interface of batchers, which compute the steps of an engine, and replaces a batcher that has died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 def check_unscored(request: EngineRequest, what: str) -> None:
-    """Raises InvalidInput if a request asks for its prompt's scores or for no token; ``what`` supports neither."""
+    """Raises InvalidInput if a request asks for its prompt's scores or for no tokens: ``what`` supports neither."""
     if request.sampling.prompt_logprobs is not None:
         raise InvalidInput(PROMPT_LOGPROBS, f"is not implemented for {what}")
     if request.sampling.max_tokens == 0:
@@ -38,12 +38,12 @@ def check_unscored(request: EngineRequest, what: str) -> None:
 
 
 class Batcher(ABC):
-    """Generates the tokens of its requests. The event loop calls ``refusal`` and ``check``; the engine's thread calls
-    the other methods.
+    """Generates the tokens of its requests.
 
-    A batcher reports the work of its steps to ``progress``. ``stats`` is the latest snapshot of counters and gauges.
-    Each snapshot is a new object, so other threads never see a half-written one. ``trouble`` says why the batcher
-    accepts no requests now; None if it accepts them. Any thread may read ``stats`` and ``trouble``.
+    The event loop calls ``refusal`` and ``check``; the engine's thread calls the other methods. A batcher reports the
+    work of its steps to ``progress``. ``stats`` is the latest snapshot of counters and gauges. Each snapshot is a new
+    object, so other threads never see a half-written one. ``trouble`` says why the batcher accepts no requests now;
+    None if it accepts them. Any thread may read ``stats`` and ``trouble``.
     """
 
     trouble: str | None = None
@@ -58,7 +58,7 @@ class Batcher(ABC):
         """Returns why a request of this size could never run; None if it can."""
 
     def check(self, request: EngineRequest) -> None:  # noqa: B027 most batchers do all that a request can ask for
-        """Raises InvalidInput, which names the parameter, if the batcher does not support what the request asks for."""
+        """Raises InvalidInput, which names the parameter, if the batcher does not support a request."""
 
     def attach(self, wake: Callable[[], object]) -> None:  # noqa: B027 most batchers work in their steps alone
         """Sets ``wake``, which makes the engine's thread step.
@@ -67,13 +67,16 @@ class Batcher(ABC):
         """
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns the seconds of work in a step from ``began`` to ``ended``, from which waiting times are estimated."""
+        """Returns the seconds of work in a step from ``began`` to ``ended``.
+
+        Waiting times are estimated from such seconds.
+        """
         return ended - began
 
     def end_step(self, error: BaseException) -> bool:
-        """Ends work that does not return, after which the engine dies with ``error``.
+        """Ends work that does not return; then the engine dies with ``error``.
 
-        Returns False if the work can only be ended by ending this process.
+        Returns False if only the end of this process can end the work.
         """
         return False
 
@@ -83,7 +86,7 @@ class Batcher(ABC):
 
     @abstractmethod
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Frees all memory of these requests: before it returns or, during a long step, at the next token."""
+        """Frees all memory of these requests, before this call returns or, during a long step, at the next token."""
 
     @abstractmethod
     def step(self, deliver: Deliver, poll: Poll, yield_device: YieldDevice) -> bool:
@@ -96,7 +99,7 @@ class Batcher(ABC):
         """Records that another engine has used the device since the last step."""
 
     def count(self, **more: float) -> None:
-        """Adds to counters, which the next snapshot shows."""
+        """Adds to counters; the next snapshot shows the sums."""
         for name, number in more.items():
             self._counts[name] += number
 
@@ -129,7 +132,7 @@ class BatcherReplacement:
 
 
 class DeadBatcher(Batcher):
-    """Replaces a batcher that died: it does nothing, holds no memory and keeps the counters."""
+    """Stands in for a batcher that has died: does nothing, holds no memory and keeps the counters."""
 
     def __init__(self, last: EngineStats) -> None:
         super().__init__(EngineStats(kv_cache_budget=last.kv_cache_budget).counting_on(last))

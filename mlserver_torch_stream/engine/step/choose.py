@@ -1,9 +1,9 @@
-"""Holds the result of a step: which parts were computed, and the tokens that their sequences get.
+"""Chooses the next tokens of a step's sequences, and records which parts of the step were computed.
 
-The next tokens of all sequences are chosen together, and drafts are verified with the tokens that are chosen. If the
-forward pass of all sequences raises, halves of the batch run again, until each sequence that fails is known. Running a
-sequence twice is safe, because it writes the same keys and values to the same pages. Page copies that the batch began
-with are not repeated, because another sequence may have overwritten the source page.
+The next tokens of all sequences are chosen together. A draft is right if it equals the chosen token. If the forward
+pass of all sequences raises an error, halves of the batch run again until each failing sequence is known. Running a
+sequence twice is safe, because it writes the same keys and values to the same pages. The batch's page copies are not
+repeated, because another sequence may have overwritten a source page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mlserver_torch_stream.types import FinishReason, TokenLogprob
 
 @dataclass(eq=False, slots=True)
 class _LogitsRow:
-    """The row of logits from which a sequence samples its next token: the one after its first ``accepted`` drafts."""
+    """The row of logits from which a sequence samples its next token, after ``accepted`` of its drafts."""
 
     part: StepPart
     sequence: SequenceState
@@ -39,12 +39,12 @@ class _LogitsRow:
 
 @dataclass(eq=False, slots=True)
 class StepResult:
-    """The result of a step: the ``logits`` of the parts that were computed, and which sequences got tokens.
+    """The result of a step: which parts were computed, their ``logits``, and which sequences got tokens.
 
     ``rows`` maps each computed part to the first of its rows in the logits; ``failures`` maps each failed part to its
-    error. ``tokens_before`` maps each sequence with new tokens to the number it had before the step. ``verified`` maps
-    each part with drafts to the number of its tokens that count: all but the rejected drafts. ``spoiled`` sequences
-    have NaN in a row of logits, and perhaps in their pages: they get no token from that row, and have not ended.
+    error. ``tokens_before`` maps each sequence with new tokens to its number of tokens before the step. ``verified``
+    maps each part with drafts to the number of its tokens without the rejected drafts. ``spoiled`` sequences have NaN
+    in a row of logits, and perhaps in their pages. They get no token from that row, but have not ended.
     """
 
     rows: dict[StepPart, int]
@@ -60,7 +60,10 @@ class StepResult:
             del self.rows[part]
 
     def take_forced(self, row: _LogitsRow) -> bool:
-        """Appends the tokens that the constraint forces to the sequence. Returns whether the row is to be sampled."""
+        """Appends to the sequence the tokens that its constraint forces.
+
+        Returns whether the row must then be sampled.
+        """
         while True:
             try:
                 token_id = row.sampler.only_token
@@ -75,7 +78,7 @@ class StepResult:
     def take(self, row: _LogitsRow, choice: SampledToken | GenerationFailed) -> bool:
         """Appends the chosen token to the row's sequence. If the token was drafted, ``row`` moves to the next logits.
 
-        Returns whether another token is to be chosen: the row has moved and the sequence has not ended.
+        Returns whether another token must be chosen, because the row has moved and the sequence has not ended.
         """
         sequence, part = row.sequence, row.part
         if isinstance(choice, GenerationFailed):
@@ -101,8 +104,9 @@ def no_result() -> StepResult:
 
 
 def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
-    """Returns the result of a step whose forward computed all parts of the plan. ``logits`` are [wanted tokens,
-    vocab].
+    """Returns the result of a step whose forward computed all parts of the plan.
+
+    ``logits`` are [wanted tokens, vocab].
     """
     return StepResult(_rows(plan.parts), logits)
 
@@ -110,11 +114,11 @@ def whole_result(plan: StepPlan, logits: Logits) -> StepResult:
 def in_halves(
     plan: StepPlan, void: Collection[SequenceState], run: Callable[[Batch], Logits], error: Exception
 ) -> StepResult:
-    """Runs the parts of a plan again, whose forward pass raised ``error``; leaves out parts of ``void`` sequences.
+    """Runs the parts of a plan again after its forward raised ``error``. Leaves out the parts of ``void`` sequences.
 
-    Each half of the parts is run, and a half that raises is halved again. A part that raises when it runs alone has
-    failed. If only the batch as a whole fails, for example for lack of memory, no part fails. A plan of one part is not
-    run again.
+    Each half of the parts runs separately; if a half raises an error, it is halved again. A part has failed if it
+    raises an error when it runs alone. If only the batch as a whole fails, for example for lack of memory, no part
+    fails. A plan of one part is not run again.
     """
     result = no_result()
     if len(plan.parts) == 1:
@@ -156,11 +160,12 @@ def _rows(parts: Sequence[StepPart]) -> dict[StepPart, int]:
 
 
 class TokenChoice:
-    """Samples the rows of all sequences at once. If this raises, each row is sampled alone.
+    """Samples the rows of all sequences at once.
 
-    So only the sequence at fault ends with an error. Tokens that a constraint forces are not sampled, unless their
-    log-probabilities are wanted. A draft is accepted if it equals the token that is sampled from the row before it. The
-    sampling noise depends only on the position and the token, so a sequence gets the same tokens as without drafts.
+    If that raises an error, each row is sampled separately, so that only the sequence at fault ends with an error.
+    Tokens that a constraint forces are not sampled, unless their log-probabilities are wanted. A draft is accepted if
+    it equals the token that is sampled from the preceding row. The sampling noise depends only on the position and the
+    token, so a sequence gets the same tokens as without drafts.
     """
 
     def __init__(self, samplers: SamplerFactory, check_devices: Callable[[], None]) -> None:
@@ -181,7 +186,10 @@ class TokenChoice:
             rows = [row for row, choice in zip(rows, choices, strict=True) if result.take(row, choice)]
 
     def score(self, result: StepResult) -> dict[StepPart, list[TokenLogprob]]:
-        """Returns the scores of prompts whose logits this step has. NaN in a prompt's logits spoils its sequences."""
+        """Returns the scores of the prompts whose logits this step computed.
+
+        NaN in a prompt's logits spoils its sequences.
+        """
         scored: dict[StepPart, list[TokenLogprob]] = {}
         for part, row in result.rows.items():
             request = part.sequence.request

@@ -44,9 +44,9 @@ T = TypeVar("T")
 class InlineForwards(Generic[K, T]):
     """Runs forwards on the engine's thread.
 
-    With ``overlap``, ``launch`` calls the forward, and the call returns before the device is done, as on a GPU. Without
-    ``overlap``, ``completed`` calls the forward, and the call lasts until the logits are computed. ``called_at_launch``
-    is true if ``launch`` calls the forward.
+    With ``overlap``, ``launch`` calls the forward, which returns before the device is done, as on a GPU. Without
+    ``overlap``, ``completed`` calls the forward, which returns when the logits are computed. ``called_at_launch`` is
+    true if ``launch`` calls the forward.
     """
 
     most = 1
@@ -116,12 +116,12 @@ class ContinuousBatcher(Batcher):
     With a ``pipeline`` there is one step in flight per stage. No two steps in flight have a sequence in common, and a
     call of ``step`` waits for one of them. ``flights`` runs the forwards; None means ``InFlightForwards`` with a
     pipeline, ``InlineForwards`` without. If forwards overlap with the engine's thread, the next step is launched before
-    the text of the previous step is made. If the text of a step ends a sequence, the sequence's token from the step
-    that was launched meanwhile is dropped. With ``drafts_forced``, several tokens that a constraint forces are computed
-    in one step. ``step_target`` is the desired duration, in seconds, of a step in which sequences decode: the step
-    takes as many prompt tokens as fit into this time, within the limits, but at least a page. If ``step_target`` is
-    None, only the limits bound a step. ``check_devices`` raises if a device is lost. No request has caused the loss of
-    a device, so the error ends the engine's thread.
+    the text of the previous step is made. If that text ends a sequence, the sequence's token from the next step is
+    dropped. With ``drafts_forced``, several tokens that a constraint forces are computed in one step. ``step_target``
+    is the desired duration, in seconds, of a step in which sequences decode. Within the limits, the step takes as many
+    prompt tokens as fit into this time, but at least a page. If ``step_target`` is None, only the limits bound a step.
+    ``check_devices`` raises an error if a device is lost. This error ends the engine's thread, because no request has
+    caused it.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ContinuousBatcher(Batcher):
         return True
 
     def _launch(self) -> None:
-        """Starts forwards until there are as many steps in flight as stages, or nothing more to schedule."""
+        """Starts forwards until as many steps are in flight as there are stages, or nothing more can be scheduled."""
         began = time.monotonic()
         self._drop_closed()
         while len(self._flights) < self._flights.most and (plan := self._schedule()):
@@ -222,7 +222,7 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
-        """Returns the bound on the prompt tokens of a step in which ``rows`` rows decode; None means no bound."""
+        """Returns the limit on the prompt tokens of a step in which ``rows`` rows decode; None means no limit."""
         if self._step_target is None or not rows:
             return None
         return self._cost.budget(self._step_target, rows, self._min_prompt_tokens)
@@ -282,14 +282,14 @@ class ContinuousBatcher(Batcher):
         deliver(sequences)
 
     def _release_ended(self, step: _StepInFlight) -> list[SequenceState]:
-        """Releases the sequences of a step's requests that have ended. Returns all sequences of these requests."""
+        """Releases those sequences of a step's requests that have ended. Returns all sequences of these requests."""
         sequences = [sequence for request in step.requests for sequence in request.sequences]
         if ended := [sequence for sequence in sequences if sequence.ended]:
             self._release(ended)
         return sequences
 
     def _end_spoiled(self, plan: StepPlan, result: StepResult) -> None:
-        """Ends the sequences whose logits hold NaN, unless the NaN may come from pages that another sequence wrote."""
+        """Ends sequences whose logits contain NaN, unless the NaN may come from pages that another sequence wrote."""
         if not result.spoiled:
             return
         doubted = self._scheduler.restarts.doubt(plan.parts, result.spoiled)
@@ -324,13 +324,13 @@ class ContinuousBatcher(Batcher):
         self.count(draft_tokens=drafted, accepted_draft_tokens=accepted, forced_tokens=forced)
 
     def _advance(self, part: StepPart, row: int, result: StepResult) -> bool:
-        """Counts a part as computed, unless its drafts must be verified first. Its logits begin at index ``row``.
+        """Counts a part as computed, unless its drafts must be verified first.
 
-        Returns False if the part's sequences get no token, because the part is void or its sequence ended while the
-        forward ran. The pages of an ended sequence are still written, so sequences that share them continue. But if the
-        logits of an ended sequence hold NaN, its pages may hold NaN too: these pages are forgotten, and the sequences
-        that share them are computed again. A chunk before the end of a prompt has no logits to check, and counts as
-        written.
+        The part's logits begin at index ``row``. Returns False if the part's sequences get no token, because the part
+        is void or its sequence ended while the forward ran. The pages of an ended sequence are still written, so
+        sequences that share them continue. But if the logits of an ended sequence contain NaN, its pages may contain
+        NaN, too. Then the prefix cache forgets these pages, and the sequences that share them are computed again. A
+        chunk before the end of a prompt has no logits to check, and counts as written.
         """
         if part.sequence.finish_reason is not None:
             if not part.samples or result.logits.is_finite(row + part.sampled_row):
@@ -380,7 +380,7 @@ class ContinuousBatcher(Batcher):
             self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Removes sequences, except those of steps in flight, from the scheduler, and frees their pages.
+        """Removes sequences from the scheduler, except those of steps in flight, and frees their pages.
 
         Returns the sequences that are computed again, because they share a page that a released sequence has not
         written.

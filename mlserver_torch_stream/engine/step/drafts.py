@@ -1,10 +1,10 @@
 """Drafts the next tokens of sequences: tokens that a constraint forces, or tokens looked up in the sequence itself.
 
-A draft saves, on average, the probability of its acceptance times the time of a token without drafts. The draft is
-worthwhile if that exceeds the time that one more token adds to a step. Probabilities and times are measured while the
-engine runs, so nothing is drafted where drafts would cost time, as in prose or with many sequences. The acceptance rate
-is measured for each size of the n-gram that was found, per sequence and for all sequences together; the rate of all
-sequences is the prior for a new sequence.
+On average, a draft saves the product of its probability of acceptance and the time of a token without drafts. The draft
+is worthwhile if this product exceeds the time that one more token adds to a step. Probabilities and times are measured
+while the engine runs, so there are no drafts where they would cost time, for example in prose or with many sequences.
+The acceptance rate is measured separately for each size of the n-gram that was found. It is measured per sequence and
+over all sequences; the rate over all sequences is the prior for a new sequence.
 
 The method is prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
@@ -67,7 +67,7 @@ class NgramIndex:
 
     @property
     def matching(self) -> int:
-        """The length of the longest n-gram at the sequence's end that occurred before; 0 means that there is none."""
+        """The length of the longest n-gram at the sequence's end that occurred earlier; 0 means that there is none."""
         return self._find()[0]
 
     def lookup(self, most: int) -> list[int]:
@@ -80,7 +80,7 @@ class NgramIndex:
         return drafts
 
     def _find(self) -> tuple[int, int]:
-        """Returns ``matching`` and the position after that n-gram's last earlier occurrence; zeros if there is none."""
+        """Returns ``matching``, and the position after the n-gram's last earlier occurrence; zeros if there is none."""
         for size in _SIZES:
             newest = tuple(self._tokens[-size:])
             if len(newest) == size and newest in self._after:
@@ -100,7 +100,7 @@ _MARGIN = 1.25  # how many times its own cost a draft must save
 
 @dataclass(slots=True)
 class _Counts:
-    """Weighted counts of accepted and of rejected drafts."""
+    """Weighted counts of accepted and rejected drafts."""
 
     accepted: float = 0.0
     rejected: float = 0.0
@@ -115,7 +115,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Drafted:
-    """A sequence's n-gram index, the size of the n-gram that gave its newest drafts, and its counts per size."""
+    """A sequence's n-gram index, the size of the n-gram behind its newest drafts, and its counts for each size."""
 
     index: NgramIndex = field(default_factory=NgramIndex)
     size: int = 0
@@ -162,7 +162,7 @@ class PromptLookup:
         return count
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
-        """Records how many drafts of a sequence were accepted: all of them, or the ones before the first wrong one."""
+        """Records how many drafts of a sequence were accepted: all drafts, or those before the first wrong draft."""
         if (state := self._drafted.get(sequence)) is not None:
             state.counts[state.size].note(drafted, accepted, _DECAY)
             self._all[state.size].note(drafted, accepted, _DECAY_OF_ALL)
@@ -175,8 +175,8 @@ class PromptLookup:
 class Drafter:
     """Makes the drafts of all sequences. One thread calls its methods.
 
-    With ``forced``, the tokens that a constraint forces are drafted; with a ``lookup``, also the tokens that it finds.
-    A forced token is always accepted and saves its sequence a step, so its acceptance is not measured.
+    With ``forced``, the tokens that a constraint forces are drafted; with a ``lookup``, also the tokens that ``lookup``
+    finds. A forced token is always accepted and saves its sequence a step, so its acceptance is not measured.
     """
 
     def __init__(self, lookup: PromptLookup | None, forced: bool) -> None:
@@ -197,7 +197,10 @@ class Drafter:
         return drafts if matcher is None or not drafts else matcher.prefix(drafts)
 
     def verified(self, sequence: SequenceState, drafted: int, accepted: int) -> bool:
-        """Records how many drafts of a sequence were accepted. Returns False if its constraint had forced them."""
+        """Records how many drafts of a sequence were accepted.
+
+        Returns False if the sequence's constraint had forced the drafts.
+        """
         if sequence in self._forced:
             return False
         if self._lookup is not None:

@@ -1,4 +1,4 @@
-"""Serves model families that cannot be batched here: runs transformers' ``generate`` for one sequence at a time."""
+"""Serves models that cannot be batched here: runs transformers' ``generate`` for one sequence at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlserver_torch_stream.types import FinishReason
 
 
 class SerialBatcher(Batcher):
-    """Runs one request after another, with the sampling, stops and events of the batched engine."""
+    """Runs one request after another; sampling, stops and events are those of the batched engine."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class SerialBatcher(Batcher):
         self._gauge()
 
     def evict(self, requests: Sequence[RequestState]) -> None:
-        """Removes waiting requests at once. A running sequence that has ended stops at its next token."""
+        """Removes waiting requests immediately. A running sequence that has ended stops at its next token."""
         for request in requests:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -127,7 +127,7 @@ class SerialBatcher(Batcher):
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """Chooses the token as the batched engine does, delivers it, and makes ``generate`` use it."""
+    """Chooses the next token as the batched engine does, delivers it, and makes ``generate`` use it."""
 
     def __init__(self, batcher: SerialBatcher, sequence: SequenceState, sampler: RowSampler, deliver: Deliver) -> None:
         self._batcher = batcher
@@ -151,7 +151,7 @@ class _Chooser(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """After each token: polls the engine, yields the device to other engines, and stops ``generate`` at the end."""
+    """After each token, polls the engine, yields the device to other engines, and stops ``generate`` at the end."""
 
     def __init__(self, sequence: SequenceState, poll: Poll, yield_device: YieldDevice) -> None:
         self._sequence = sequence

@@ -1,7 +1,8 @@
-"""Learns the time of a step: a constant, plus a time for each row that decodes and for each token of a prompt.
+"""Learns how long a step takes: a constant, plus a time for each row that decodes and each token of a prompt.
 
-The time of a prompt token grows with the number of keys before it. It reads no clock: the batcher measures the steps.
-Prompt lookup asks how much time a further row adds; the batcher asks which prompt tokens fit into a step.
+The time of a prompt token grows with the number of keys before it. This module does not read a clock: the batcher
+measures the steps. Prompt lookup asks how much time a further row adds; the batcher asks how many prompt tokens fit
+into a step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or le
 
 
 class _Line:
-    """A line through (size, seconds) by least squares with exponential forgetting."""
+    """A line through points (size, seconds), fitted by least squares with exponential forgetting."""
 
     def __init__(self, kept: float) -> None:
         self.kept = kept
@@ -61,7 +62,7 @@ class _Line:
         """Returns the seconds that one more unit of size adds.
 
         The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It dominates while all sizes
-        are about the same, because noise alone could make a unit seem to cost nothing.
+        are about the same, because then the measured slope is mostly noise.
         """
         known = self._squares - self._sizes**2 / self.weight
         rise = self._products - self._sizes * self.seconds
@@ -71,10 +72,10 @@ class _Line:
 class StepCost:
     """Predicts the seconds of steps. One thread calls its methods.
 
-    The cost of rows is learned from steps without prompts. The cost of prompt tokens is learned from the time that a
-    step with prompts takes beyond its rows. Each kind of step forgets only its own past, so that an hour of decoding
-    does not forget the cost of prompts. A prompt token counts as ``1 + per_key * k`` tokens if ``k`` keys are before
-    it, as in a ``PromptBudget``.
+    The cost of rows is learned from steps without prompts. The cost of prompt tokens is learned from how much longer a
+    step with prompts takes than its rows alone would. Steps with and without prompts are forgotten separately, so that
+    the cost of prompts is still known after an hour of decoding. A prompt token counts as ``1 + per_key * k`` tokens if
+    ``k`` keys are before it, as in a ``PromptBudget``.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class StepCost:
     def note(self, prompt_tokens: int, rows: int, seconds: float, keys: float = 0.0) -> None:
         """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included.
 
-        ``keys``: how many keys are before each of the prompt tokens, summed over these.
+        ``keys`` is the sum, over the prompt tokens, of the number of keys before each token.
         """
         line = self._prompts if prompt_tokens else self._rows
         if line.weight:
@@ -107,7 +108,10 @@ class StepCost:
             line.note(rows, seconds)
 
     def _bounded(self, line: _Line, expected: float, seconds: float) -> float:
-        """Returns the seconds to learn from, because a single step during which the machine paused says little."""
+        """Returns the seconds to learn from.
+
+        A single slow step counts as at most twice the expected time, because the machine may have paused.
+        """
         prompts = line is self._prompts
         is_outlier = seconds > _OUTLIER * expected > 0 and line.weight > _MIN_STEPS * line.kept
         before, self._was_outlier[prompts] = self._was_outlier[prompts], is_outlier
@@ -115,7 +119,7 @@ class StepCost:
 
     @property
     def per_row(self) -> float:
-        """Seconds that one more row adds; 0 before the first step without prompts."""
+        """The seconds that one more row adds; 0 before the first step without prompts."""
         line = self._rows
         if not line.weight:
             return 0.0
@@ -124,7 +128,7 @@ class StepCost:
 
     @property
     def per_key(self) -> float:
-        """The time that one more key before a prompt token adds, as a share of the time of a token without keys."""
+        """The time that one more key before a prompt token adds, relative to the time of a token without keys."""
         line = self._keys
         if not line.weight:
             return 0.0
@@ -137,7 +141,7 @@ class StepCost:
         return line.slope(max(0.0, line.seconds / line.size), line.size**2)
 
     def of(self, rows: int, prompt_tokens: int = 0, keys: float = 0.0) -> float:
-        """Returns the seconds of a step; a part of it that has not been measured yet counts as 0."""
+        """Returns the predicted seconds of a step. What has not been measured yet, rows or prompts, counts as 0."""
         seconds = 0.0
         if (line := self._rows).weight:
             seconds += max(0.0, line.seconds + self.per_row * (rows - line.size))
@@ -147,11 +151,11 @@ class StepCost:
         return seconds
 
     def budget(self, target: float, rows: int, least: int = 1) -> PromptBudget:
-        """Returns the prompt tokens that a step of ``target`` seconds can compute beside ``rows``.
+        """Returns how many prompt tokens a step of ``target`` seconds can compute beside ``rows`` rows.
 
-        If the rows leave less than a quarter of their own time, the prompts get a quarter of it beyond the target, so
-        that no prompt starves. A step gets at least ``least`` tokens, and at most twice the tokens that a recent step
-        computed. The worse the predictions of recent steps, the smaller the budget.
+        Prompts get at least a quarter of the time of the rows, even if the step then exceeds the target, so that no
+        prompt starves. A step gets at least ``least`` prompt tokens, and at most twice the largest number of a recent
+        step. The worse the predictions of recent steps, the smaller the budget.
         """
         line, decoding = self._prompts, self.of(rows)
         if not line.weight:
@@ -162,6 +166,6 @@ class StepCost:
 
     @property
     def _caution(self) -> float:
-        """The share of the target that a step should take."""
+        """The share of the target time that a step should take."""
         error = self._errors.seconds if self._errors.weight else 0.0
         return min(1.0, _LATE / (1 + _ERRORS * error))

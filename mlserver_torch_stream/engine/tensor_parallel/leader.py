@@ -1,7 +1,7 @@
 """Sends rank 0's operations and signs of life to the other ranks, and detects the loss of a rank.
 
-Only one thread sends at a time. A message consists of operations. Each is encoded as its kind, the count of its
-numbers, and the numbers. A batch is encoded as counts, followed by its token ids, block tables and copies.
+Only one thread sends at a time. A message consists of operations. Each operation is encoded as its kind, the count of
+its numbers, and the numbers. A batch is encoded as counts, followed by its token ids, block tables and copies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Operation(IntEnum):
 
 
 def encode_operations(operations: Iterable[tuple[Operation, Sequence[int]]]) -> bytes:
-    """Returns one message with the operations in order, each as 32-bit integers: its kind, length and numbers."""
+    """Returns one message with the operations in order, as 32-bit integers: for each, its kind, length and numbers."""
     message = array(_NUMBER)
     for operation, numbers in operations:
         message.extend((operation, len(numbers)))
@@ -60,7 +60,7 @@ def decode_operations(message: bytes) -> list[tuple[Operation, list[int]]]:
 
 
 def batch_numbers(batch: Batch) -> Sequence[int]:
-    """Returns a batch as a flat list of integers, from which ``batch_of`` restores it on the other ranks."""
+    """Returns a batch as a flat list of integers; on the other ranks, ``batch_of`` restores the batch from the list."""
     groups = len(batch.sequences[0].tables) if batch.sequences else 0
     numbers = array(_NUMBER, (len(batch.sequences), groups, len(batch.copies), len(batch.state_copies)))
     for each in batch.sequences:
@@ -76,7 +76,7 @@ def batch_numbers(batch: Batch) -> Sequence[int]:
 
 
 def batch_of(numbers: Sequence[int]) -> Batch:
-    """Returns the batch that ``batch_numbers`` has encoded, with lists as token ids and block tables."""
+    """Returns the batch that ``batch_numbers`` has encoded; its token ids and block tables are lists."""
     reader = _Reader(numbers)
     sequences, groups, copies, state_copies = reader.take(4)
     heads = [reader.take(_OF_SEQUENCE + groups) for _ in range(sequences)]
@@ -122,7 +122,10 @@ OnLoss = Callable[[BaseException, float], None]
 
 
 class RanksLost(RuntimeError):
-    """Raised if a rank has ended, or its state differs from the other ranks'. The contents of all caches are lost."""
+    """Raised if a rank has ended, or if its state differs from the state of the other ranks.
+
+    The contents of all caches are lost.
+    """
 
 
 class Leader:
@@ -155,9 +158,9 @@ class Leader:
 
     @contextmanager
     def sending(self, operation: Operation, *numbers: int) -> Iterator[None]:
-        """Sends the recorded operations and then this one, which the followers run while the ``with`` block runs.
+        """Sends the recorded operations and then this operation. The followers run them while the ``with`` block runs.
 
-        If the block raises, the states of the ranks differ, and all ranks are lost.
+        If the block raises an error, the states of the ranks differ, so all ranks are lost.
         """
         with self._sending_lock:
             self.check()
@@ -172,8 +175,9 @@ class Leader:
                 raise
 
     def all_raised(self) -> bool:
-        """Blocks. Returns whether all ranks have raised at the same place of this forward, so that they can
-        continue.
+        """Blocks.
+
+        Returns whether all ranks have raised errors at the same place of this forward, so that they can continue.
         """
         return self._group.all_raised()
 
@@ -183,7 +187,7 @@ class Leader:
             raise RanksLost(f"the ranks have lost their connection: {self.lost}")
 
     def watch_loss(self, on_loss: OnLoss) -> None:
-        """Calls ``on_loss`` once, on any thread, when the ranks are lost, or at once if they are lost already."""
+        """Calls ``on_loss`` once, on any thread: when the ranks are lost, or immediately if they are already lost."""
         with self._fate_lock:
             self._listeners = [each for each in self._listeners if each() is not None]
             self._listeners.append(weakref.WeakMethod(on_loss))
@@ -194,7 +198,7 @@ class Leader:
     def lose(self, why: str) -> None:
         """Kills all ranks and reports the loss. Only the first call has an effect.
 
-        If a rank's process has ended, this is reported as the reason instead of ``why``.
+        If the process of a rank has ended, its end is reported as the reason instead of ``why``.
         """
         with self._fate_lock:
             if self._over.is_set():
@@ -209,7 +213,7 @@ class Leader:
                 on_loss(RanksLost(self.lost), PATIENCE)
 
     def stop(self) -> None:
-        """Ends the other ranks. Blocks until they have ended. A second call does nothing."""
+        """Ends the other ranks. Blocks until the ranks have ended. A second call does nothing."""
         with self._fate_lock:
             orderly = not self._over.is_set()
             self._over.set()

@@ -29,7 +29,10 @@ _FRAME = 16384
 
 
 class RankGroup:
-    """Connects this process, rank ``rank``, with the other of ``size`` ranks. Blocks until all are connected."""
+    """Connects this process, rank ``rank``, with the other ranks; there are ``size`` ranks in all.
+
+    Blocks until all are connected.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank = rank
@@ -93,11 +96,11 @@ class RankGroup:
         return _receive(self._serving)
 
     def pulse(self) -> None:
-        """Blocks until every rank has called it."""
+        """Blocks until every rank has made this call."""
         dist.barrier(group=self._serving)
 
     def all_raised(self) -> bool:
-        """Returns True if every rank calls this now, after the same number of collective operations.
+        """Returns True if every rank makes this call now, after the same number of collective operations.
 
         Otherwise the ranks are lost.
         """
@@ -110,8 +113,9 @@ class RankGroup:
         return all(torch.equal(place, each) for each in places)
 
     def _collectives(self) -> int:
-        """Returns how many collectives the model has started. Raises RuntimeError if the backend does not count
-        them.
+        """Returns how many collective operations the model has started.
+
+        Raises RuntimeError if the backend does not count them.
         """
         count: int = dist.group.WORLD._get_sequence_number_for_group()
         return count

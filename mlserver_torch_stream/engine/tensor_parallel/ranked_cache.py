@@ -1,4 +1,4 @@
-"""Defines the caches and the forward of rank 0, whose operations run on all ranks."""
+"""Defines rank 0's caches and forward; their operations run on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from mlserver_torch_stream.engine.tensor_parallel.leader import Leader, Operatio
 
 
 class RankedCache(PagedCache):
-    """Rank 0's part of a cache. Every rank stores its part under the same name, until rank 0 drops the cache."""
+    """Rank 0's part of a cache.
+
+    Every rank stores its part under the same name; the parts exist until rank 0 drops its part.
+    """
 
     def __init__(
         self, leader: Leader, layout: CacheLayout, page_size: int, pages: Sequence[int], state_slots: int
@@ -44,8 +47,9 @@ class RankedForward(LoadedForward):
         return f"{self._leader.size} ranks, {self.own.describe()}"
 
     def __call__(self, batch: Batch, cache: PagedCache) -> Logits:
-        """Runs the forward on all ranks. If all ranks raise at the same place, they stay usable, and rank 0's error is
-        raised.
+        """Runs the forward on all ranks.
+
+        If all ranks raise errors at the same place, they stay usable, and rank 0's error is raised.
         """
         assert isinstance(cache, RankedCache)
         failure: Exception
@@ -74,7 +78,10 @@ class FollowerCaches:
         self._caches: dict[int, PagedCache] = {}
 
     def run(self, operation: Operation, name: int, *numbers: int) -> None:
-        """Runs an operation of rank 0. Raises a forward's error, unless all ranks have raised at the same place."""
+        """Runs an operation of rank 0.
+
+        Raises a forward's error, unless all ranks have raised errors at the same place.
+        """
         if operation is Operation.CACHE:
             page_size, state_slots, *pages = numbers
             self._caches[name] = PagedCache(self._layout, page_size, pages, state_slots)

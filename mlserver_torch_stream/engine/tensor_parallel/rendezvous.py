@@ -1,4 +1,4 @@
-"""Forms the group of ranks: with child processes on this machine, or with processes that a launcher has started.
+"""Forms the group of ranks, from child processes on this machine or from processes that a launcher has started.
 
 A process is in one group at a time, because torch has only one default group.
 """
@@ -33,8 +33,8 @@ OnEnd = Callable[[str], None]
 class RankProcesses:
     """Ranks 1 to ``size - 1``, which run ``module`` and find rank 0 at ``port`` on this machine.
 
-    ``size`` is 1 if a launcher such as torchrun has started the other ranks: then the launcher watches and ends them.
-    Raises OSError if a process cannot be started.
+    ``size`` is 1 if a launcher such as torchrun has started the other ranks, because then the launcher watches and ends
+    them. Raises OSError if a process cannot be started.
     """
 
     def __init__(self, size: int, port: int, module: str = MODULE) -> None:
@@ -51,15 +51,16 @@ class RankProcesses:
             raise
 
     def fate(self, seconds: float) -> str | None:
-        """Waits up to ``seconds`` for a process to end. Returns how the first process ended; None if all are
-        running.
+        """Waits up to ``seconds`` for a process to end.
+
+        Returns how the first process ended; None if all of them still run.
         """
         if self._children:
             self._one_ended.wait(seconds)
         return self._fate
 
     def watch(self, on_end: OnEnd) -> None:
-        """Calls ``on_end`` for each process that ends from now on, and at once for one that has already ended."""
+        """Calls ``on_end`` for each process that ends from now on, and at once for those that have already ended."""
         with self._lock:
             self._on_end = on_end
             fate = self._fate
@@ -88,7 +89,7 @@ class RankProcesses:
 
 
 class _Child(threading.Thread):
-    """A thread that starts a process and lives as long as it, because the end of the thread kills the process."""
+    """A thread that starts a process and lives as long as the process, because the end of the thread would kill it."""
 
     process: subprocess.Popen[bytes]
 
@@ -200,7 +201,7 @@ def _wait_for(store: dist.Store, rank: int, other_ranks: RankProcesses) -> None:
 
 
 def find_local(rank: int, size: int, port: int) -> RankGroup:
-    """Joins the group of rank 0, which is the process on this machine that has started this process."""
+    """Joins the group of rank 0, which is this process's parent."""
     store = dist.TCPStore(_HOST, port, is_master=False, timeout=_CHILDREN_TIMEOUT, wait_for_workers=False)
     store.set(_connected(rank), "")
     return RankGroup(store, rank, size)
@@ -227,7 +228,7 @@ def find_launched(environ: Mapping[str, str]) -> RankGroup:
 
 
 def dismiss(environ: Mapping[str, str], why: str, patience: float) -> bool:
-    """Tells the other launched ranks not to wait for a group. Returns False if there has already been a group.
+    """Tells the other launched ranks that no group will be formed. Returns False if a group has already been formed.
 
     Waits ``patience`` seconds for ranks that have not connected yet, then logs that some are missing.
     """

@@ -33,7 +33,7 @@ def check_settings(settings: EngineSettings) -> None:
 def check_launched(sizes: Mapping[str, int], started: int) -> None:
     """Raises LoadFailed if the number of ranks that were started for a server does not fit its models.
 
-    ``sizes`` has each model's number of ranks by the model's name. A server without models may load one later.
+    ``sizes`` maps each model's name to its number of ranks. A server without models may load one later.
     """
     for name, size in sizes.items():
         if size not in (1, started):

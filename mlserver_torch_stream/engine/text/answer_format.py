@@ -1,4 +1,4 @@
-"""Says how an answer is divided into reasoning, text and tool calls, and defines the parsers of these parts."""
+"""Describes how an answer is divided into reasoning, text and tool calls, and defines the parsers of these parts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class CallParser(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if a call began but was not completed."""
+        """Whether a call has begun but is not complete."""
 
     @property
     def ended(self) -> bool:
-        """True if the answer is complete, and further text is ignored."""
+        """Whether the answer is complete, so that further text is ignored."""
 
     @property
     def reasons(self) -> bool:
-        """True if the next text is reasoning."""
+        """Whether the next text is reasoning."""
 
     def push(self, text: str) -> list[Part]:
         """Adds the next text of the answer, and returns the parts that no further text can change."""
@@ -48,7 +48,7 @@ class CallParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Removes empty texts from the parts, and joins neighbours of the same kind; calls stay unchanged."""
+    """Removes empty texts from the parts, and joins neighbours of the same kind. Calls are not changed."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -62,7 +62,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def short(part: Part, most: int) -> Iterator[Part]:
-    """Yields the part in pieces, each of which counts as at most ``most`` characters in an event."""
+    """Yields the part in pieces, each of which counts for at most ``most`` characters of an event."""
     if isinstance(part, Reasoning):
         for start in range(0, len(part.text), most // 2):
             yield Reasoning(part.text[start : start + most // 2])
@@ -81,7 +81,7 @@ BEGIN, END = "<think>", "</think>"
 class ReasoningParser:
     """Separates the reasoning from the answer. Drops whitespace around the reasoning and before the answer.
 
-    ``begun`` means that the prompt has already begun the reasoning.
+    ``begun`` means that the prompt already contains the beginning of the reasoning.
     """
 
     def __init__(self, *, begun: bool) -> None:
@@ -141,7 +141,7 @@ class ReasoningParser:
         return None
 
     def _release(self, char: str) -> None:
-        """Releases the held text as reasoning, except the last character if it may begin a mark."""
+        """Releases the text held back as reasoning, except the last character if a mark may begin with it."""
         held, self._held = self._held, ""
         if char == END[0]:
             held, self._held = held[:-1], char
@@ -154,13 +154,13 @@ class ReasoningParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Says how an answer is divided into reasoning, text and calls.
+    """Describes how an answer is divided into reasoning, text and calls.
 
     ``reasoning`` and ``calls`` create the parsers of answers that may have these parts.
 
-    If the tokenizer declares how answers are divided, the parser of ``calls`` finds all the parts. ``marks`` are the
-    special tokens whose text the parsers need. The text and the calls must match ``constraint``, which applies only
-    after the reasoning between ``reasoning_marks``.
+    If the tokenizer declares how answers are divided, the parser of ``calls`` finds all parts. ``marks`` are the
+    special tokens whose text the parsers need. The text and the calls must match ``constraint``, which does not apply
+    to the reasoning between ``reasoning_marks``.
     """
 
     reasoning: Callable[[], ReasoningParser] | None = None

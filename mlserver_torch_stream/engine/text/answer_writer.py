@@ -1,6 +1,6 @@
-"""Makes the events of one sequence from its tokens: their text, divided by the answer's format, and their logprobs.
+"""Makes the events of one sequence from its tokens. An event has text, divided by the answer's format, and logprobs.
 
-This module also finds out when the text ends a sequence. Stop strings are found by an Aho-Corasick automaton over
+The text can end a sequence; this module detects that, too. Stop strings are found by an Aho-Corasick automaton over
 characters, in pure Python.
 """
 
@@ -25,14 +25,14 @@ class Detokenizer(Protocol):
         """Adds ids, and returns the text that they complete. The joined text does not depend on how ids are grouped."""
 
     def flush(self, *, cut: bool = False) -> str:
-        """Returns the rest of the text at the end of the sequence, with U+FFFD for an incomplete character.
+        """Returns the rest of the text at the end of the sequence; an incomplete character becomes U+FFFD.
 
         ``cut`` means that a timeout or a shutdown has ended the sequence: then an incomplete character is left out.
         """
 
 
 class AnswerCodec(Protocol):
-    """The part of a tokenizer (``TextCodec``) that makes the text of answers."""
+    """The part of a tokenizer (``TextCodec``) that is needed for the text of answers."""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -46,7 +46,7 @@ class AnswerCodec(Protocol):
 
 
 class AnswerWriter:
-    """Makes the events of one sequence. ``reasoning_tokens`` counts the answer's tokens that are reasoning."""
+    """Makes the events of one sequence. ``reasoning_tokens`` counts the tokens of the answer that are reasoning."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class AnswerWriter:
 
     @property
     def stopped(self) -> bool:
-        """True if no text may follow: a stop string was found, or the only call allowed is complete."""
+        """Whether no text may follow, because a stop string was found or the only allowed call is complete."""
         return self._stops.hit is not None or (self._parser is not None and self._parser.ended)
 
     @property
@@ -81,14 +81,17 @@ class AnswerWriter:
         return self._parser is not None and self._parser.called
 
     def write_prompt(self, text: str, scores: Iterable[TokenLogprob]) -> None:
-        """Adds the prompt's text and scores that the reply shows, before the first token."""
+        """Adds the prompt's text and scores to the events, before the first token, if the reply contains them."""
         for start in range(0, len(text), _MAX_TEXT):
             add_event(self._events, replace(self.event(), prompt_text=text[start : start + _MAX_TEXT]))
         for score in scores:
             add_event(self._events, replace(self.event(), prompt_logprobs=(self._with_bytes(score),)))
 
     def write(self, token_id: int, logprob: TokenLogprob | None, *, hidden: bool, stops: bool) -> None:
-        """Adds a token. A ``hidden`` token's text is left out. With ``stops`` the text is searched for stop strings."""
+        """Adds a token.
+
+        The text of a ``hidden`` token is left out. With ``stops`` the text is searched for stop strings.
+        """
         if logprob is not None and self._cumulative_logprob is not None:
             self._cumulative_logprob += logprob.logprob or 0.0
         reasoned = self._parser is not None and self._parser.reasons
@@ -100,8 +103,9 @@ class AnswerWriter:
             self.reasoning_tokens += reasoned or self._parser.reasons
 
     def flush(self, *, cut: bool = False) -> None:
-        """Adds the text that was held back, at the end of the sequence. ``cut`` has the same meaning as in
-        ``Detokenizer.flush``.
+        """Adds the text that was held back, at the end of the sequence.
+
+        ``cut`` has the same meaning as in ``Detokenizer.flush``.
         """
         if self._stops.hit is None:
             self._emit(self._stops.push(self._detokenizer.flush(cut=cut)))
@@ -112,7 +116,7 @@ class AnswerWriter:
 
     @property
     def has_output(self) -> bool:
-        """True if the events so far have something for the reader; false while all text is held back."""
+        """Whether there is anything to deliver to the reader; false while all text is held back."""
         return any([event.has_output for event in self._events])
 
     def take(self) -> list[TokenEvent]:
@@ -154,9 +158,9 @@ class AnswerWriter:
 class StopMatcher:
     """Searches a text for stop strings. With ``include``, the returned text includes the stop string that was found.
 
-    The stop string that is complete first is found, so that a model stops as soon as possible. If several stop strings
-    are complete at the same character, the longest is found. The result does not depend on how the text was divided
-    into parts. Empty stop strings are ignored.
+    The matcher finds the stop string that is complete first, so that a model stops as soon as possible. If several stop
+    strings are complete at the same character, it finds the longest one. The result does not depend on how the text was
+    divided into parts. Empty stop strings are ignored.
     """
 
     def __init__(self, stops: StopStrings, include: bool) -> None:
@@ -167,7 +171,10 @@ class StopMatcher:
         self.hit: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> str:
-        """Adds the next part of the text. Returns the text that cannot belong to a stop string; nothing after a hit."""
+        """Adds the next part of the text.
+
+        Returns the text that cannot belong to a stop string. After a stop string was found, returns no text.
+        """
         if self.hit is not None:
             return ""
         automaton, state = self._automaton, self._state
@@ -181,7 +188,10 @@ class StopMatcher:
         return self._release(self._held + text, 0 if self._include else automaton.depth[state])
 
     def flush(self) -> str:
-        """Returns the text that is still held back, when the text ends without a stop string; nothing after a hit."""
+        """Call this when the text has ended.
+
+        Returns the text that is still held back, or no text if a stop string was found.
+        """
         held, self._held = self._held, ""
         self._state = 0
         return held
@@ -198,9 +208,9 @@ class StopMatcher:
 
 
 class StopStrings:
-    """The automaton for a request's stop strings, which the matchers of all the request's sequences share.
+    """The automaton for a request's stop strings. The matchers of all sequences of the request share it.
 
-    A state stands for the longest prefix of a stop string that the text so far ends with; state 0 for the empty prefix.
+    A state stands for the longest prefix of a stop string at the end of the text so far. State 0 is the empty prefix.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -234,7 +244,7 @@ class StopStrings:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Sets, breadth first, the fallback of each state: its longest proper suffix that is a state too."""
+        """Sets, breadth first, the fallback of each state: its longest proper suffix that is also a state."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

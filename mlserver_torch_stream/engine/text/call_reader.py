@@ -1,7 +1,7 @@
-"""Reads a function call, which is a JSON object, character by character while it is generated.
+"""Reads a function call (a JSON object) character by character while it is generated.
 
-The arguments' key may also be ``parameters``. A number outside brackets is refused, because no character marks the end
-of such a number.
+The key of the arguments may also be ``parameters``. A number outside brackets is refused, because its end could not be
+recognised.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _NUMBER_ENDS = "0ifx"
 
 
 class JsonScanner:
-    """Checks JSON character by character. ``push`` adds a character, and returns False if no JSON value begins so.
+    """Checks JSON character by character.
 
-    ``complete`` means that the value has ended.
+    ``push`` adds a character, and returns False if no JSON value can begin with the characters so far. ``complete``
+    means that the value has ended.
     """
 
     def __init__(self) -> None:
@@ -152,11 +153,11 @@ class CallReader(ABC):
 
     @abstractmethod
     def push(self, char: str) -> bool:
-        """Adds the next character. Returns False if a call cannot continue with it."""
+        """Adds the next character. Returns False if the call cannot continue with it."""
 
     @abstractmethod
     def take(self) -> str:
-        """Returns the arguments' text since the last call of this method; nothing until the name is known."""
+        """Returns the text of the arguments since the last call of this method; empty until the name is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +301,7 @@ class ObjectReader(CallReader):
 
 
 def _as_object(text: str) -> str:
-    """Returns the text of the object in a JSON string; "{}" for null, and "" if the string is not an object."""
+    """Returns the text of the object in a JSON string, "{}" for null, or "" if the string contains no object."""
     value: Any = json.loads(text)
     if value is None:
         return _NO_ARGUMENTS

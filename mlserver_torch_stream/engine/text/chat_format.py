@@ -1,4 +1,4 @@
-"""Finds out how a model writes reasoning and tool calls, and writes the grammar of required calls.
+"""Finds out how a model writes reasoning and tool calls, and writes grammars for required calls.
 
 The grammar is written in llguidance's variant of Lark.
 """
@@ -44,11 +44,11 @@ _TEXT = "TEXT: /(?s:.*)/\n"
 
 @dataclass(frozen=True, slots=True)
 class CallSpelling:
-    """How a call is written: first ``begin``, with the function's name for ``NAME``, then the arguments, then ``end``.
+    """How a call is written: ``begin``, with the function's name in place of ``NAME``, the arguments, and ``end``.
 
-    ``mark`` stands before a call, or before a list: ``open``, the calls with ``between`` between them, and ``close``.
-    If the mark is ``optional``, a call without a mark can be the whole answer. ``several`` means that an answer can
-    have several calls.
+    ``mark`` precedes a call or a list of calls. A list begins with ``open``, has ``between`` between the calls, and
+    ends with ``close``. If the mark is ``optional``, a call without a mark can be the whole answer. ``several`` means
+    that an answer can have several calls.
     """
 
     mark: str
@@ -130,7 +130,7 @@ def _bodies(spelling: CallSpelling, tokens: Mapping[str, int], function: Mapping
 
 
 def _free(spelling: CallSpelling, tokens: Mapping[str, int], calls: str) -> str:
-    """Returns the rules for a text in which calls follow every mark, and which is free otherwise."""
+    """Returns the rules for a text in which a call must follow every mark and any other text is allowed."""
     if spelling.optional:
         return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){re.escape(spelling.mark)}(?s:.*)/\n"
     after_mark = calls.removeprefix(_marked(spelling.mark, tokens))
@@ -146,7 +146,7 @@ def _marked(mark: str, tokens: Mapping[str, int]) -> str:
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Returns a text in the grammar's notation. Marks that are single tokens are written as tokens."""
+    """Returns a text in the notation of the grammar, where marks that are single tokens are written as tokens."""
     marks = "|".join(map(re.escape, tokens))
     parts = re.split(f"({marks})", text) if marks else [text]
     return " ".join(_marked(part, tokens) for part in parts if part)
@@ -165,20 +165,18 @@ class CallNotation(Protocol):
     """One way to write tool calls."""
 
     def is_in(self, template: str) -> bool:
-        """Returns whether a chat template writes calls this way."""
+        """Returns whether a chat template writes calls in this format."""
 
     def parser(self, tools: Sequence[Mapping[str, Any]], parallel: bool) -> CallParser:
         """Returns a parser that finds the calls in an answer."""
 
     def spelling(self, template: str) -> CallSpelling | None:
-        """Returns how a model with this chat template writes calls, for a grammar; None if no grammar can be made."""
+        """Returns, for a grammar, how a model with this chat template writes calls; None if no grammar can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedNotation:
-    """JSON calls after a mark. Templates with ``[ARGS]`` use the spelling ``named`` if it is set, others use
-    ``plain``.
-    """
+    """JSON calls after a mark. Templates with ``[ARGS]`` use ``named`` if it is set; all others use ``plain``."""
 
     calls: type[MarkedCalls]
     plain: CallSpelling
@@ -196,7 +194,7 @@ class MarkedNotation:
 
 @dataclass(frozen=True, slots=True)
 class XmlNotation:
-    """XML calls after the mark of Hermes. Chat templates that write such calls contain the text ``tag``."""
+    """XML calls after Hermes' mark. Chat templates that write such calls contain the text ``tag``."""
 
     name: str
     tag: str
@@ -222,16 +220,16 @@ NOTATIONS: Mapping[str, CallNotation] = {
 
 
 class ChatFormat:
-    """How a model writes reasoning and tool calls, according to its chat template and the settings.
+    """How a model writes reasoning and tool calls; the chat template and the settings determine this.
 
     ``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-    ``tools`` names the parser of calls; None if no parser matches the template. Then a call can still be forced, and is
-    written as Hermes models do. The same applies to a model for whose calls no grammar can be made here.
+    ``tools`` names the parser of calls; None if no parser matches the template. A call can still be forced then, in the
+    format of Hermes models. The same format is used for a model if no grammar of its own calls can be made here.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tool_parser: str = AUTO, reasoning_parser: str = AUTO):
-        """Raises SettingsError if the settings name the tokenizer's ``response_template`` and it has none."""
+        """Raises SettingsError if the settings name the tokenizer's ``response_template`` but there is none."""
         text = _template_text(tokenizer.chat_template)
         shown = next((name for name, notation in NOTATIONS.items() if notation.is_in(text)), None)
         self._template = _declared(tokenizer, tool_parser, shown)
@@ -315,10 +313,10 @@ def _begun(ending: str) -> bool:
 
 
 def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str | None) -> AnswerTemplate | None:
-    """Returns the tokenizer's ``response_template``; None if it has none or the setting names another parser.
+    """Returns the tokenizer's ``response_template``; None if there is none or the setting names another parser.
 
-    Also returns None if the ``response_template`` declares no calls although the chat template shows some. Raises
-    SettingsError if the setting names the ``response_template`` and it cannot be read.
+    Also returns None if the ``response_template`` declares no calls but the chat template contains some. Raises
+    SettingsError if the setting names the ``response_template`` but the template cannot be read.
     """
     declared = getattr(tokenizer, "response_template", None)
     if tool_parser not in (AUTO, TEMPLATE) or (declared is None and tool_parser == AUTO):
@@ -340,5 +338,5 @@ def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
 
 
 def _template_text(template: Any) -> str:
-    """Returns the text of a chat template, or of several in a dict."""
+    """Returns the text of a chat template, or the texts of several templates in a dict."""
     return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")

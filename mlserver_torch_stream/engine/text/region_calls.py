@@ -1,7 +1,7 @@
-"""Reads the tool calls in the regions of a ``response_template``: JSON as it arrives, XML one argument at a time, and
-other formats when the region has ended.
+"""Reads the tool calls in the regions of a ``response_template``.
 
-A region that is not a call is returned as text, together with its marks.
+JSON is read as it arrives, XML one argument at a time, and other formats when the region has ended. A region that is
+not a call is returned as text, together with its marks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class RegionSpelling:
     """How calls are written in a region.
 
     With ``keys``, each call is a JSON object that has these keys; ``listed`` means that the objects are in a list. With
-    ``capture``, the region has only the arguments, and the regex group ``capture`` of the mark that opens the region
-    has the function's name. With neither ``keys`` nor ``capture``, transformers parses the whole region with
-    ``template``. ``tags`` matches one argument in XML, and ``closing`` is the text at the end of each argument.
+    ``capture``, the region has only the arguments; the function's name is in the opening mark, in the regex group
+    ``capture``. With neither ``keys`` nor ``capture``, transformers parses the whole region with ``template``. ``tags``
+    matches one argument in XML, and ``closing`` is the text at the end of each argument.
     """
 
     template: Mapping[str, Any]
@@ -51,7 +51,7 @@ class RegionSpelling:
     closing: str = ""
 
     def parse(self, raw: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """Returns the name and arguments of each call in a whole region; nothing if the region has other text too."""
+        """Returns the name and arguments of each call in a whole region; no calls if the region also has other text."""
         if self.tags is not None and _TAG.sub("", self.tags.sub("", raw[_head(self, raw) :])).strip():
             return []
         try:
@@ -91,7 +91,10 @@ def spelling_of(template: Mapping[str, Any]) -> RegionSpelling | None:
 
 
 class RegionCalls(MarkedCalls):
-    """Finds the calls in an answer's regions. Call ``open``, ``push`` with the text, and ``close`` for each region."""
+    """Finds the calls in an answer's regions.
+
+    For each region, call ``open``, then ``push`` with the text, then ``close``.
+    """
 
     def __init__(self, spelling: RegionSpelling, tools: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> None:
         super().__init__((), parallel=parallel)
@@ -144,7 +147,7 @@ class RegionCalls(MarkedCalls):
         return FUNCTION_NAME.fullmatch(name) is not None and self._read(ArgumentsReader(name), char)
 
     def _whole(self, char: str) -> bool:
-        """The state in a region that is parsed at its end. XML arguments are returned as soon as their tags end."""
+        """The state in a region that is parsed when it ends. XML arguments are returned as soon as their tags end."""
         closing = self._spelling.closing
         if closing and self._raw.endswith(closing):
             calls = self._spelling.parse(self._raw, self._tools)
@@ -167,7 +170,7 @@ class RegionCalls(MarkedCalls):
             self._complete()
 
     def _give_arguments(self, name: str, arguments: str) -> None:
-        """Adds the part of ``arguments`` that was not given yet."""
+        """Adds the part of ``arguments`` that has not been returned yet."""
         self._give(name, arguments.removeprefix(self._given))
         self._given = arguments
 

@@ -41,7 +41,7 @@ class AnswerTemplate:
 
     @property
     def reasoning_marks(self) -> ReasoningMarks | None:
-        """The marks of the reasoning; None if a mark is a list or a pattern, or if the answer's text has marks too."""
+        """The marks of the reasoning; None if a mark is a list or a pattern, or if the answer's text also has marks."""
         regions = {self.meanings[name]: region for name, region in self.fields.items()}
         region = regions.get(_REASONING, {})
         begin, end = region.get("open"), region.get("close")
@@ -58,7 +58,8 @@ class AnswerTemplate:
 class TemplateParser:
     """Parses the text of one answer. ``prefix`` is the beginning of the answer that the prompt already has.
 
-    ``tools`` may be called; None means that calls stay text. Without ``reasoning`` the reasoning stays text too.
+    ``tools`` are the functions that may be called; None means that calls are returned as text. Without ``reasoning``
+    the reasoning is also returned as text.
     """
 
     def __init__(
@@ -124,7 +125,10 @@ class TemplateParser:
             self._add(Reasoning(text) if meaning == _REASONING else text)
 
     def closed(self, field: str, raw: str) -> None:
-        """Called when a region ends with the text ``raw``, which is empty if the answer ends within the region."""
+        """Called when a region ends.
+
+        ``raw`` is its closing text, which is empty if the answer ends within the region.
+        """
         meaning = self._meaning(field)
         if meaning == _CALLS and self._calls is not None:
             self._add(*self._calls.close(raw))
@@ -133,12 +137,12 @@ class TemplateParser:
         self._space, self._any = "", False
 
     def _meaning(self, field: str) -> str | None:
-        """Returns what a field means; None if its text and its marks belong to the answer's text."""
+        """Returns the meaning of a field; None if its text and its marks belong to the answer's text."""
         meaning = self._template.meanings.get(field)
         return meaning if meaning in self._divided else None
 
     def _stripped(self, field: str, text: str) -> str:
-        """Returns the text without the region's leading and trailing whitespace, which transformers strips too."""
+        """Returns the text without the region's leading and trailing whitespace; transformers strips it, too."""
         if not self._template.spec.fields[field].content_args.get("strip", True):
             return text
         text = self._space + text if self._any else text.lstrip()
@@ -155,9 +159,10 @@ class TemplateParser:
 
 
 class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has no types
-    """Reports regions to a parser while their text arrives; transformers' own parser makes one value of a whole region.
+    """Reports regions to a parser while their text arrives; transformers' own parser returns a region only as a whole.
 
-    The text is read character by character, because otherwise the result of some patterns depends on how it is cut.
+    The text is read character by character, because otherwise the results of some patterns would depend on how the text
+    is cut.
     """
 
     def __init__(self, template: ResponseTemplate, prefix: str, parser: TemplateParser) -> None:
@@ -195,7 +200,7 @@ class _RegionReader(ResponseParser):  # type: ignore[misc]  # transformers has n
 
 
 def _with_text_between(declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the template with a field for the text between regions, if it has none.
+    """Returns the template with a field for the text between regions; adds such a field if the template has none.
 
     The start of a message does not belong to the text between regions.
     """

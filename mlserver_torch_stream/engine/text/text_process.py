@@ -1,8 +1,8 @@
 """Runs chat templates, and tokenizers that may be slow, in other processes.
 
-Templates and tokenizers are programs from a model's files, which run on a client's text. A process has a memory limit
-and, for each job, a time limit; a job that exceeds one is ended together with its process. The first job takes half a
-second longer, because a process has to start.
+Templates and tokenizers are programs from a model's files that process the text of clients. A process has a memory
+limit and, for each job, a time limit. A job that exceeds a limit is ended together with its process. The first job
+takes half a second longer, because a process has to start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class JobRefused(Exception):
 class TextProcesses:
     """Processes for jobs of one kind. Several threads may call ``run``; concurrent jobs run in different processes.
 
-    ``tokenizer`` returns the JSON text of the ``tokenizers`` library for processes that tokenize; without it, the
+    ``tokenizer`` returns the JSON text of the ``tokenizers`` library, for processes that tokenize. Without it, the
     processes render templates.
     """
 
@@ -55,9 +55,10 @@ class TextProcesses:
         weakref.finalize(self, _stop_all, self._idle)
 
     def run(self, job: str, /, **arguments: Any) -> Any:
-        """Returns what the job returns. Blocks for at most ``MAX_SECONDS``, plus the time in which a process starts.
+        """Returns what the job returns.
 
-        Raises JobRefused, GenerationFailed if the job exceeds a limit, or NotServing if no process can be started.
+        Blocks for at most ``MAX_SECONDS``, plus the time that a process takes to start. Raises JobRefused if the job is
+        refused, GenerationFailed if it exceeds a limit, and NotServing if no process can be started.
         """
         message = _line([job, arguments])
         process = self._living() or self._started()
@@ -79,7 +80,7 @@ class TextProcesses:
         return reply["result"]
 
     def _living(self) -> _Process | None:
-        """Takes and returns an idle process; None if there is none."""
+        """Reserves and returns an idle process; None if no process is idle."""
         with contextlib.suppress(IndexError):
             while True:
                 process = self._idle.pop()
@@ -106,7 +107,10 @@ class TextProcesses:
 
 
 class _Process:
-    """A process, and the socket for its jobs and replies: its stdin, because libraries may print to stdout."""
+    """A process, and the socket for its jobs and replies.
+
+    The socket is its stdin, because libraries may print to stdout.
+    """
 
     def __init__(self) -> None:
         path = [str(entry) for entry in sys.path]
@@ -172,4 +176,4 @@ def _stop_all(processes: deque[_Process]) -> None:
 
 
 class _LimitExceeded(Exception):
-    """Raised if a job exceeded a limit. The error's text is a predicate whose subject is the job."""
+    """Raised if a job exceeded a limit. The text of the error is a predicate; its subject is the job."""

@@ -1,7 +1,7 @@
 """The process that ``text_process`` starts: it renders chat templates and tokenizes texts, one job after another.
 
 Each job and each reply is a line of JSON; both go over stdin, which is a socket. The process ends when its parent ends,
-because that closes the socket, or when a job takes too long.
+which closes the socket, or when a job takes too long.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(max_bytes: int, max_seconds: float) -> None:
 
 
 def _jobs(tokenizer: str | None) -> dict[str, Job]:
-    """Imports what the jobs need, and returns the jobs by name."""
+    """Imports the modules that the jobs need, and returns the jobs by name."""
     if tokenizer is None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -63,7 +63,7 @@ def _jobs(tokenizer: str | None) -> dict[str, Job]:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Limits the memory of this process. A lower limit that was inherited from the server stays in force."""
+    """Limits the memory of this process. A lower limit that the process has inherited from the server remains."""
     if sys.platform != "linux":
         return
     try:

@@ -1,6 +1,7 @@
 """Converts prompts of every kind to token ids, and token ids to text. Applies the chat template.
 
-Token ids are converted to text one by one, each in constant time. No character is split, and no id raises an error.
+Token ids are converted to text one by one, each in constant time. Characters are never split, and no id raises an
+error.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _ENDING = 16  # tokens at the end of a conversation in which the reasoning may b
 
 
 class TextCodec:
-    """One tokenizer and its chat template.
+    """A tokenizer and its chat template.
 
-    A ``ChatPrompt`` must have at least one message, and each message's content must be one string.
+    A ``ChatPrompt`` must have at least one message, and the content of each message must be one string.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class TextCodec:
     ) -> None:
         """``tool_parser`` and ``reasoning_parser`` are the settings' values.
 
-        Raises LoadFailed if the tokenizer can make a text many times longer.
+        Raises LoadFailed if the tokenizer can make a text longer by a large factor.
         """
         self._expansion = expansion(tokenizer)
         self._may_be_slow = may_be_slow(tokenizer)
@@ -67,14 +68,14 @@ class TextCodec:
         """The threads that encode long prompts and prompts for which ``blocks`` is True, a few at a time."""
 
     def limit_prompts(self, max_tokens: int) -> None:
-        """From now on, texts of more than ``max_tokens`` tokens are refused before they are tokenized as a whole."""
+        """From now on, a text of more than ``max_tokens`` tokens is refused before the whole text is tokenized."""
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         shrinks = not self._tokenizer.is_fast or self._tokenizer.backend_tokenizer.normalizer is not None
         self._max_characters = max_tokens * longest * (_MAY_SHRINK if shrinks else 1)
         self._max_tokens = max_tokens
 
     def blocks(self, prompt: Prompt) -> bool:
-        """Returns whether encoding this prompt waits for another process, which the event loop must not do."""
+        """Returns whether encoding this prompt has to wait for another process; the event loop must not wait."""
         return isinstance(prompt, ChatPrompt) or (self._may_be_slow and isinstance(prompt, TextPrompt))
 
     @cached_property
@@ -88,7 +89,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, so that prompts may be messages."""
+        """Whether the model has a chat template, so that a prompt can consist of messages."""
         return bool(self._tokenizer.chat_template)
 
     @cached_property
@@ -101,7 +102,7 @@ class TextCodec:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Returns the prompt's ids.
 
-        Raises InvalidInput if the prompt is too long or the chat template refuses it, and GenerationFailed if the
+        Raises InvalidInput if the prompt is too long or the chat template refuses it. Raises GenerationFailed if the
         model's tokenizer or template fails on it.
         """
         if isinstance(prompt, TokensPrompt):
@@ -131,9 +132,10 @@ class TextCodec:
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens and not marks), silent)
 
     def answer_format(self, prompt: ChatPrompt, ids: Sequence[int], constraint: Constraint | None) -> AnswerFormat:
-        """Returns how the answer to the conversation with these ids is divided. Its text must match ``constraint``.
+        """Returns how the answer to the conversation with these ids is divided.
 
-        Raises InvalidInput if calls cannot be combined with the constraint.
+        The answer's text must match ``constraint``. Raises InvalidInput if calls cannot be combined with the
+        constraint.
         """
         return self.chat_format.answer(prompt, self.decode(ids[-_ENDING:], skip_special_tokens=False), constraint)
 
@@ -142,30 +144,30 @@ class TextCodec:
         return self._token_bytes.of(token_id)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Returns the tokens as the vocabulary has them."""
+        """Returns the tokens as they are written in the vocabulary."""
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the ids of each word, tokenized both at the start of a text and after a space."""
+        """For each word, returns its ids at the start of a text and its ids after a space."""
         spellings = [spelling for word in words if word.strip() for spelling in (word, " " + word.lstrip())]
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
     def prepare_constraints(self) -> None:
-        """Prepares constraints at load, so that neither the first request with one nor the requests beside it wait."""
+        """Prepares constraints at load, so that the first constrained request and those beside it need not wait."""
         self._constraints.prepare()
 
     def submit(
         self, constraint: Constraint, reasoning: ReasoningMarks | None = None
     ) -> Compilation[CompiledConstraint]:
-        """Starts compiling a constraint for an answer. Reasoning between the marks ``reasoning`` may precede it.
+        """Starts compiling a constraint for an answer.
 
-        The compilation may raise InvalidInput.
+        Reasoning between the marks ``reasoning`` may precede the answer. The compilation may raise InvalidInput.
         """
         return self._constraints.submit(constraint, reasoning)
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Returns whether special tokens are added to a raw prompt; none are if it begins with BOS."""
+        """Returns whether special tokens are added to a raw prompt; they are not added if it begins with BOS."""
         bos = self._tokenizer.bos_token
         return not (bos and text.startswith(str(bos)))
 
@@ -185,7 +187,7 @@ class TextCodec:
                 later.start()
 
     def check_length(self, text: str, field: str) -> None:
-        """Raises ContextLengthExceeded if the text has too many characters, or its first part has too many tokens.
+        """Raises ContextLengthExceeded if the text has too many characters or its first part has too many tokens.
 
         The text may be only the beginning of a prompt. At most 8 characters per token of the limit are tokenized.
         """
@@ -215,7 +217,7 @@ class TextCodec:
         return tuple(map(int, ids))
 
     def _rendered(self, prompt: ChatPrompt) -> str:
-        """Returns the text that the chat template makes of a conversation."""
+        """Returns the text that the chat template renders for a conversation."""
         arguments: dict[str, Any] = {
             "tools": [dict(tool) for tool in prompt.tools] if prompt.tools is not None else None,
             "add_generation_prompt": prompt.begins_answer,
@@ -278,7 +280,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDetokenizer:
-    """Concatenates the bytes of tokens and decodes them as UTF-8; for tokenizers whose only decoder is ByteLevel."""
+    """Concatenates the bytes of tokens and decodes them as UTF-8, for tokenizers whose only decoder is ByteLevel."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], silent: frozenset[int]) -> None:
         """``silent`` are tokens that are skipped."""
@@ -297,16 +299,16 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes a short window of recent tokens and returns what is new in its text, for any tokenizer.
+    """Decodes a short window of recent tokens and returns the new text in it; works with any tokenizer.
 
     The contract of ``Detokenizer`` has one exception: tokenizers with byte fallback can emit, byte by byte, a run of
-    bytes that is not UTF-8 or that encodes the replacement character. Decoding all ids at once replaces the entire run;
-    here the characters that were complete have already been returned, and the number of replacement characters can
-    differ.
+    bytes that is not UTF-8 or that encodes the replacement character. If all ids were decoded at once, the entire run
+    would be replaced. Here its complete characters have already been returned, and the number of replacement characters
+    can differ.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:
-        """``silent`` are tokens that are skipped: they never reach a ``decode``."""
+        """``silent`` are tokens that are skipped and never passed to ``decode``."""
         self._decode = decode
         self._silent = silent
         self._window: list[int] = []
@@ -334,7 +336,7 @@ class WindowDetokenizer:
         return self._release(text)
 
     def _release(self, text: str) -> str:
-        """Returns the text of the window that is new and cannot change."""
+        """Returns the new text of the window that can no longer change."""
         unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), _PENDING_CHARS)
         certain = max(len(text) - unfinished, len(self._returned))
         new = text[len(self._returned) : certain]
@@ -363,7 +365,7 @@ class WindowDetokenizer:
         self._cut = 0
 
     def _broken(self, text: str) -> bool:
-        """Returns whether the returned text differs from the window's text in more than an incomplete character."""
+        """Returns whether the text that was returned differs from the window's by more than an incomplete character."""
         return not text.endswith(_REPLACEMENT) or len(self._window) - self._complete > 2 * _CONTEXT
 
     def _restart(self) -> str:

@@ -1,4 +1,4 @@
-"""Finds out how many times longer a tokenizer can make a text, and whether its regular expressions may be slow.
+"""Finds out by which factor a tokenizer can make a text longer, and whether its regular expressions may be slow.
 
 The module reads a tokenizer's JSON, without the vocabulary, from the ``tokenizers`` library. A model's files are not
 trusted.
@@ -24,7 +24,7 @@ _PROPERTY = re.compile(r"[pPx]\{[^}]*\}|.", re.DOTALL)
 
 
 def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
-    """Returns an upper bound on how many times longer normalization makes a text, not counting compatibility forms.
+    """Returns an upper bound on the factor by which normalization makes a text longer, without compatibility forms.
 
     Raises LoadFailed if the normalizer or the decoder exceeds ``MAX_EXPANSION``.
     """
@@ -63,7 +63,7 @@ def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(part: Mapping[str, Any]) -> float:
-    """Returns how many times longer one normalizer can make a text; a prefix of one character does not count."""
+    """Returns the factor by which one normalizer can make a text longer; a prefix of one character does not count."""
     if part.get("type") == "Replace":
         pattern, content = part["pattern"], len(part["content"])
         matched = len(pattern.get("String", ""))
@@ -77,7 +77,7 @@ def _times(part: Mapping[str, Any]) -> float:
 
 
 def backtracks(pattern: str) -> bool:
-    """Returns whether the expression repeats a group with repeats or alternatives, or has many repeats in a row."""
+    """Returns whether the expression repeats groups with repeats or alternatives, or has many repeats in a row."""
     # For each open group: its repeats in the current alternative, and all its repeats and alternatives.
     groups = [[0, 0]]
     at = 0

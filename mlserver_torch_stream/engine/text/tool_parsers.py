@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, in the formats of Hermes, Llama 3 and Mistral models.
 
 Text that begins like a call but is not one is returned as text. If a call breaks off after its name was returned, its
-whole text, with the mark, is returned as text too. Whitespace around calls is left out.
+whole text, including the mark, is also returned as text. Whitespace around calls is left out.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def call_id() -> str:
 
 
 def short_call_id() -> str:
-    """Returns a random id of nine letters and digits, the only form that Mistral's templates accept."""
+    """Returns a random id of nine letters and digits; Mistral's templates accept no other form."""
     return secrets.token_hex(5)[:9]
 
 
 class MarkedCalls:
     """A state machine over characters. ``mark`` begins a call; the mark's first character occurs in it only once.
 
-    A state returns False for a character that cannot follow. After that, everything since the mark counts as text, and
-    the character is read again as text.
+    A state returns False for a character that cannot follow. Then everything since the mark counts as text, and the
+    character is read again as text.
     """
 
     mark = ""
@@ -113,15 +113,15 @@ class MarkedCalls:
         return True
 
     def _marked(self) -> None:
-        """Called when the mark is complete."""
+        """Called when a mark is complete."""
         self._state = self._next_call
 
     def _next_call(self, char: str) -> bool:
-        """The state before the first character of a call, or whitespace in front of it."""
+        """The state before the first character of a call; whitespace may precede the call."""
         return self._read(ObjectReader(), char)
 
     def _read(self, reader: CallReader, char: str) -> bool:
-        """Reads a call from this character on."""
+        """Begins to read a call with this character."""
         self._reader, self._state = reader, self._in_call
         return self._in_call(char)
 
@@ -180,7 +180,7 @@ class HermesCalls(MarkedCalls):
 
 
 class LlamaCalls(MarkedCalls):
-    """Finds ``{"name": …, "parameters": {…}}``, as the whole answer or after a mark; semicolons separate calls.
+    """Finds ``{"name": …, "parameters": {…}}`` as the whole answer or after a mark. Semicolons separate calls.
 
     An object without a mark is a call only if a function of that name may be called.
     """

@@ -44,7 +44,7 @@ class LoraAdapters:
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
-        """The adapters that a new worker loads at its start. Any thread may read it."""
+        """The adapters that a new worker loads when it starts. Any thread may read this property."""
         return tuple(self._loaded.copy().values())
 
     def show_in(self, engine: _Shows) -> None:
@@ -77,7 +77,7 @@ class LoraAdapters:
         self._show()
 
     async def unload(self, name: str) -> None:
-        """Finishes the unload even if the caller is cancelled."""
+        """Unloads an adapter. The unload is completed even if the caller is cancelled."""
         if name not in self._loaded:
             raise UnknownModel(name)
         del self._loaded[name]

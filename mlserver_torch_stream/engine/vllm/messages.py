@@ -1,4 +1,4 @@
-"""The messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
+"""Defines the messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
 
 Both sides import this module, which imports only the standard library. Each side sends its protocol version in its
 first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.
@@ -46,13 +46,13 @@ class Addition:
     salt: str | None = None
 
     def params_of(self, index: int) -> dict[str, Any]:
-        """Returns the parameters of sequence ``index``, from 0 on. Each sequence has a seed of its own."""
+        """Returns the parameters of the sequence ``index``, counted from 0. Each sequence has its own seed."""
         if "seed" not in self.params:
             return dict(self.params)
         return {**self.params, "seed": (self.params["seed"] + index) % _SEEDS}
 
     def encode(self) -> bytes:
-        """Returns the frame of an ``add`` message: parameters as JSON, the prompt once, as raw 32-bit ids."""
+        """Returns the frame of an ``add`` message: the parameters as JSON, and the prompt as raw 32-bit ids."""
         header = {name: getattr(self, name) for name in _ADDITION}
         return encode_frame({"t": "add", **header}, array(_IDS, self.prompt).tobytes())
 
@@ -76,7 +76,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """The new tokens of one sequence. ``reason`` is one of ``REASONS`` if they are the sequence's last tokens.
+    """The new tokens of one sequence. If these are the sequence's last tokens, ``reason`` is one of ``REASONS``.
 
     ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
     client if the reason is ``error``; ``field`` is the wrong parameter, if the error is about one.
@@ -149,7 +149,7 @@ def _output(
 
 
 def malformed(kind: str, error: Exception) -> BrokenFrame:
-    """Returns the error for a message of this kind that lacks a field, or has one of another type."""
+    """Returns the error for a message of this kind that lacks a field or has a field of the wrong type."""
     return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {error}")
 
 
@@ -165,7 +165,10 @@ def _number(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker's report on the model that it has loaded. ``kv_cache_bytes`` is 0 if vLLM does not report it."""
+    """The worker's report on the model that it has loaded.
+
+    ``kv_cache_bytes`` is 0 if vLLM does not report this size.
+    """
 
     vocab_size: int
     max_model_len: int

@@ -27,8 +27,8 @@ def check_sampling(sampling: SamplingParameters) -> None:
 class SamplingWriter:
     """Converts parameters for one model, whose generation config has these ``rules``.
 
-    It leaves out ids outside the model's vocabulary, which a generation config or a tokenizer can have: such a token is
-    never generated, but vLLM would refuse the request, or its engine core would die.
+    A generation config or a tokenizer can have ids outside the model's vocabulary. Such ids are left out: the model
+    never generates them, but vLLM would refuse the request, or its engine core would die.
     """
 
     def __init__(self, codec: TextCodec, rules: GenerationRules, vocab_size: int) -> None:
@@ -62,7 +62,7 @@ class SamplingWriter:
         return params
 
     def bad_words(self, request: RequestState) -> Sequence[Sequence[int]]:
-        """Returns the token ids of the request's bad words, and of those in the generation config."""
+        """Returns the token ids of the request's bad words and of the generation config's bad words."""
         words = self._codec.bad_words_ids(request.params.bad_words) if request.params.bad_words else ()
         return [word for word in (*self._banned, *words) if all(token_id in self._vocab for token_id in word)]
 

@@ -131,7 +131,7 @@ class VllmBatcher(Batcher):
         return True
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
-        """Loads an adapter. The future raises LoadFailed with vLLM's reason, or VllmLost."""
+        """Loads an adapter. If that fails, the future raises LoadFailed with vLLM's reason, or VllmLost."""
         if self._worker is None:
             raise NotServing(_STARTING)
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))

@@ -185,7 +185,10 @@ def _command(
 
 
 def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
-    """Returns fields of vLLM's ``AsyncEngineArgs``. Raises LoadFailed for a backend that cannot read our grammars."""
+    """Returns fields of vLLM's ``AsyncEngineArgs``.
+
+    Raises LoadFailed for a grammar backend that cannot read our grammars.
+    """
     given = dict(settings.vllm or {})
     structured = dict(given.pop("structured_outputs_config", None) or {})
     if structured.setdefault("backend", _GUIDANCE) != _GUIDANCE:
@@ -199,7 +202,7 @@ def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
 
 
 def _generation_config(location: str, settings: EngineSettings) -> Any:
-    """Returns the model's own generation config, or the one that transformers derives from its config."""
+    """Returns the model's own generation config, or else the one that transformers derives from the model's config."""
     revision = settings.revision or "main"
     try:
         return GenerationConfig.from_pretrained(location, revision=revision)

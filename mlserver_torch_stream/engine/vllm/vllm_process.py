@@ -78,7 +78,10 @@ class WorkerCommand:
     several_machines: bool = False
 
     def environment(self, folder: str) -> dict[str, str]:
-        """Returns the server's environment without the server's own settings, and with ``folder`` for files."""
+        """Returns the worker's environment variables.
+
+        These are the server's variables without the server's own settings, plus ``folder`` as the place for files.
+        """
         hidden = (*_OF_OUR_PYTHON, *_RANK_VARIABLES)
         kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith(_OURS)}
         chosen = {
@@ -301,7 +304,10 @@ class VllmProcess:
 
 
 def _own_folder() -> str:
-    """Makes the worker's folder, in ``/tmp`` if the paths of vLLM's sockets would be too long in ``TMPDIR``."""
+    """Makes the worker's folder.
+
+    If the paths of vLLM's sockets would be too long in ``TMPDIR``, the folder is in ``/tmp``.
+    """
     place = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix=_PREFIX, dir=place if len(os.fsencode(place)) <= _MAX_PLACE else "/tmp")
 

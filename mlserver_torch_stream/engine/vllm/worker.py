@@ -150,8 +150,9 @@ def with_an_empty_slot(args: Mapping[str, Any], adapters: int) -> dict[str, int]
     """Returns ``max_loras``, and ``max_cpu_loras`` if given, with one slot more than the number of adapters that can be
     loaded.
 
-    In a batch with adapters, vLLM's kernels for CPUs apply the last slot to a sequence that has no adapter (0.32: the
-    slot's number is -1 there). vLLM fills the first free slot, so the last one stays empty if there are fewer adapters.
+    In a batch with adapters, vLLM's kernels for CPUs apply the last slot to sequences without an adapter (0.32: such
+    sequences have the slot number -1). vLLM fills the first free slot, so with fewer adapters than slots, the last slot
+    stays empty.
     """
     slots = int(args.get("max_loras") or max(_CPU_ADAPTERS, adapters)) + 1
     given = args.get("max_cpu_loras")
@@ -172,7 +173,7 @@ def _as_config(name: str, value: Any, field: Any) -> Any:
 
 
 class Steps:
-    """Collects the stats of vLLM's steps, of all engine cores. ``news`` is set when there is something to send."""
+    """Collects the stats of the steps of all vLLM's engine cores. ``news`` is set when there is something to send."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
