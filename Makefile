@@ -6,7 +6,7 @@
 #   MODEL_NAME     the name it is served under
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
 #   URL            the server that `make chat` talks to
-#   TEST_WORKERS   processes of `make test` and `make test-long`: two more than the cores, because half of the time they wait
+#   TEST_WORKERS   processes of `make test` and `make test-long`: one more than the cores, because half of the time they wait
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
 #   IMAGE_WORK     the folder of `make image-check`, some gigabytes
@@ -33,7 +33,7 @@ HTTP_PORT ?=
 GRPC_PORT ?=
 METRICS_PORT ?=
 BENCH ?=
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 3
 ONLY ?=
 TORCHSERVE_EXAMPLES ?=
 LLAMA_CPP ?= $(VENV)/llama.cpp
