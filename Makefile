@@ -208,7 +208,7 @@ format: $(INSTALLED) ## ruff: put it right
 type: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory; BENCH=--help shows its options, BENCH=--limits the kernels alone
+bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory; BENCH=--help shows its options
 	$(BIN)/python benchmarks/bench.py $(BENCH)
 
 bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, by model size and format

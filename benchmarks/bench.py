@@ -1,6 +1,6 @@
 """``make bench``: our server under load, over REST and gRPC, beside another checkout's where ``--before`` names one.
 
-``--limits`` measures instead which share of this machine's memory speed and peak arithmetic the kernels reach.
+It also prints which share of this machine's memory speed and peak arithmetic a case reaches.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ _ENDPOINTS = ("rest", "grpc", "openai")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if "--limits" in arguments:
-        from benchmarks import limits
-
-        return limits.main([each for each in arguments if each != "--limits"])
     options = parse(arguments)
     ours = Ours(options.uri, json.loads(options.extra))
     folder = model_folder(ours.uri, ours.extra)
@@ -82,7 +77,6 @@ def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
-    parser.add_argument("--limits", action="store_true", help="the kernels alone; --limits --help has its options")
     parser.add_argument("--endpoints", default="rest,grpc", help="of rest, grpc, openai (default: %(default)s)")
     parser.add_argument(
         "--before",

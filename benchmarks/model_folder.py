@@ -51,7 +51,7 @@ def gguf_file(uri: str) -> Path:
 
 def measure_roofline(folder: Path, weights: Path | None = None) -> dict[str, Any] | str:
     """What ``roofline.share`` asks for, of this machine and this model; or the reason why it is not known."""
-    command = [sys.executable, "-m", "benchmarks.limits", str(folder), "--json"]
+    command = [sys.executable, "-m", "benchmarks.limits", str(folder)]
     command += ["--weights", str(weights)] if weights else []
     done = subprocess.run(
         command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=_LIMITS_S,

@@ -39,10 +39,9 @@ class Work:
     bytes: float
     operations: float
 
-    def least_ms(self, limits: Limits, unit: str) -> tuple[float, str]:
-        """Returns the milliseconds that the step must take, and what limits it."""
-        read, compute = self.bytes / limits.read, self.operations / limits.peaks[unit]
-        return 1000 * max(read, compute), "memory" if read > compute else "the unit"
+    def least_ms(self, limits: Limits, unit: str) -> float:
+        """Returns the milliseconds that the step must take."""
+        return 1000 * max(self.bytes / limits.read, self.operations / limits.peaks[unit])
 
 
 @dataclass(frozen=True)
@@ -84,4 +83,4 @@ def share(case: str, figures: Mapping[str, float], prompt: int, new: int, roofli
     else:
         rows, rate = int(match["streams"]), figures.get("steady_tokens_per_s")
         work, measured = model.decode(rows, prompt + new / 2), 1000 * rows / rate if rate else None
-    return work.least_ms(limits, roofline["unit"])[0] / measured if measured else None
+    return work.least_ms(limits, roofline["unit"]) / measured if measured else None
