@@ -1,9 +1,8 @@
-"""Goodput of made-up answers, worked out by hand, its picture, and the sizes of installed distributions."""
+"""Goodput of made-up answers, worked out by hand, and its picture."""
 
 from __future__ import annotations
 
 import json
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from benchmarks.answers import Answer
 from benchmarks.beside_guidellm import read_guidellm
-from benchmarks.footprint import size_of
 from benchmarks.goodput import BOUNDS, Bounds, Line, as_lines, goodput, picture, read_lines
 
 MACHINE = {"date": "2026-01-01T00:00:00+00:00", "cpu": "some <CPU>", "cores": 2}
@@ -72,9 +70,3 @@ def test_guidellms_report_is_read_and_a_failed_request_is_an_error() -> None:
     metrics["request_totals"]["total"] = 3
     with pytest.raises(RuntimeError, match="requests failed"):
         read_guidellm(report)
-
-
-def test_a_distribution_is_as_large_as_its_files_and_those_of_its_requirements() -> None:
-    python = Path(sys.executable)
-    alone, both = size_of(python, "numpy"), size_of(python, "numpy", "packaging")
-    assert 0 < alone < both < size_of(python, "transformers")
