@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -86,7 +86,7 @@ class Ours:
         command = [str(self.python.with_name("mlserver")), "start", str(folder)]
         environment = {**clean_environment(), "MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder / "batches")}
         with running(command, environment, log, folder) as process:
-            wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)
+            wait_until_ready(process, lambda: answering(http_port, f"/v2/models/{self.model}/ready") == 200, log)
             rest: Endpoint = HttpEndpoint(http_port, V2Spelling(self.model))
             openai = HttpEndpoint(http_port, OpenAISpelling(self.model, {"ignore_eos": True}))
             endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model, http_port), "openai": openai}
@@ -110,13 +110,13 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log: Path, status: int = 200) -> None:
-    """Until ``path`` answers with the status. Raises StartFailed."""
+def wait_until_ready(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path) -> None:
+    """Raises StartFailed with the end of the log if the process ends first, or takes too long."""
     end = time.monotonic() + _READY_S
     while time.monotonic() < end:
         if process.poll() is not None:
             raise StartFailed(f"ended with {process.returncode}: {_tail(log)}")
-        if answering(port, path) == status:
+        if is_ready():
             return
         time.sleep(_POLL_S)
     raise StartFailed(f"not ready within {_READY_S:.0f} s: {_tail(log)}")
