@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import httpx  # noqa: E402
+import psutil  # noqa: E402
 
 from benchmarks import machine  # noqa: E402
 from benchmarks.endpoints import HOST  # noqa: E402
@@ -73,9 +74,8 @@ def _ask(client: SoakClient, numbers: Iterator[int]) -> int:
 
 
 def held_by(pid: int, requests: int) -> Held:
-    process = Path(f"/proc/{pid}")
-    descriptors, threads = (len(list((process / name).iterdir())) for name in ("fd", "task"))
-    return Held(requests, round(rss_mib([pid]), 1), descriptors, threads)
+    process = psutil.Process(pid)
+    return Held(requests, round(rss_mib([process]), 1), process.num_fds(), process.num_threads())
 
 
 def counted_tokens(port: int) -> int:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import uvloop
 
 from benchmarks.answers import WrongCount
 from benchmarks.cases import BatchTooShort, Case, Scale, warm_up
 from benchmarks.endpoints import BadAnswer
 from benchmarks.figures import Figures
-from benchmarks.process import available_mib, family, rss_mib
+from benchmarks.process import family, rss_mib
 from benchmarks.prompts import Prompts
 from benchmarks.results import NO_FIT, START, Recorder
 from benchmarks.servers import Contender, Live, StartFailed
@@ -53,7 +54,7 @@ def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Record
             left = _left(name, contender, plan, sweep, recorder)
             if not left:
                 continue
-            if plan.least_mib > (free := available_mib()):
+            if plan.least_mib > (free := psutil.virtual_memory().available / 2**20):
                 plan.say(f"{name}: {NO_FIT}: needs {plan.least_mib:.0f} MiB, {free:.0f} are available")
                 _note(left, recorder, NO_FIT)
                 continue
