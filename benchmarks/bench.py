@@ -14,16 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import machine, report  # noqa: E402
-from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
-from benchmarks.model_folder import measure_roofline, model_folder  # noqa: E402
-from benchmarks.prompts import Prompts  # noqa: E402
-from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
-from benchmarks.servers import EMBEDDED, Contender, Ours  # noqa: E402
-from benchmarks.sweep import Plan, run_sweeps  # noqa: E402
+from benchmarks import machine, report
+from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases
+from benchmarks.model_folder import measure_roofline, model_folder
+from benchmarks.prompts import Prompts
+from benchmarks.results import FOLDER, Recorder, commit
+from benchmarks.servers import EMBEDDED, Contender, Ours
+from benchmarks.sweep import Plan, run_sweeps
 
 _OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight has not 2 bytes
 _ENDPOINTS = ("rest", "grpc", "openai")

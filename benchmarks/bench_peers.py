@@ -15,19 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import bench, report  # noqa: E402
-from benchmarks.cases import make_cases  # noqa: E402
-from benchmarks.model_folder import NoFolder, gguf_file, model_folder  # noqa: E402
-from benchmarks.peers import FOLDER, PEERS, make_peer  # noqa: E402
-from benchmarks.peers.llama_cpp import LlamaCpp  # noqa: E402
-from benchmarks.peers.peer import Peer, PeerUnavailable  # noqa: E402
-from benchmarks.prompts import Prompts  # noqa: E402
-from benchmarks.servers import Contender, Ours  # noqa: E402
-from benchmarks.shapes import BITS, SHAPES, written  # noqa: E402
-from benchmarks.sweep import Plan  # noqa: E402
+from benchmarks import bench, report
+from benchmarks.cases import make_cases
+from benchmarks.model_folder import NoFolder, gguf_file, model_folder
+from benchmarks.peers import FOLDER, PEERS, make_peer
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.peer import Peer, PeerUnavailable
+from benchmarks.prompts import Prompts
+from benchmarks.servers import Contender, Ours
+from benchmarks.shapes import BITS, SHAPES, written
+from benchmarks.sweep import Plan
 
 _BF16, _OWN = "bf16", "own"
 _FORMATS = (*BITS, _OWN)

@@ -50,10 +50,6 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def one_at_a_time(self) -> bool:
-        """True where further requests wait for the first: cases with many long answers are pointless."""
-
     def versions(self) -> dict[str, str]: ...
 
     def start(self, folder: Path) -> AbstractContextManager[Live]:
@@ -68,7 +64,6 @@ class Ours:
     extra: Mapping[str, Any] = field(default_factory=dict)
     name: str = OURS
     python: Path = Path(sys.executable)
-    one_at_a_time: bool = False
     model: str = "bench"
 
     def versions(self) -> dict[str, str]:

@@ -15,19 +15,16 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import httpx
+import psutil
 
-import httpx  # noqa: E402
-import psutil  # noqa: E402
-
-from benchmarks import machine  # noqa: E402
-from benchmarks.endpoints import HOST  # noqa: E402
-from benchmarks.process import rss_mib  # noqa: E402
-from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
-from benchmarks.servers import EMBEDDED, Live, Ours  # noqa: E402
-from benchmarks.soak_requests import MODEL, SoakClient  # noqa: E402
-from benchmarks.sweep import started  # noqa: E402
+from benchmarks import machine
+from benchmarks.endpoints import HOST
+from benchmarks.process import rss_mib
+from benchmarks.results import FOLDER, Recorder, commit
+from benchmarks.servers import EMBEDDED, Live, Ours
+from benchmarks.soak_requests import MODEL, SoakClient
+from benchmarks.sweep import started
 
 _CLIENTS = 16  # half of the rows that the engine decodes together
 _SAMPLES = 40

@@ -107,7 +107,6 @@ class Peer(Installed):
     weights: Path | None = None
 
     name: str = "a peer"
-    one_at_a_time: bool = False
     reads_gguf: bool = False
     ready_path: str = "/health"
 
