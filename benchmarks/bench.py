@@ -84,10 +84,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
-    options.endpoints = tuple(options.endpoints.split(","))
-    for each in options.endpoints:
-        if each not in _ENDPOINTS:
-            parser.error(f"{each!r} is none of {', '.join(_ENDPOINTS)}")
+    options.endpoints = listed(parser, "endpoints", options.endpoints, _ENDPOINTS)
     return options
 
 
@@ -114,6 +111,15 @@ def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: 
         make_cases(options.cases, options.scale, None)  # type: ignore[arg-type]
     except ValueError as error:
         parser.error(str(error))
+
+
+def listed(parser: argparse.ArgumentParser, what: str, said: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that an option has, with commas between them. Ends the program for one that is not known."""
+    names = tuple(said.split(","))
+    for name in names:
+        if name not in known:
+            parser.error(f"--{what}: no {name!r}; known are {', '.join(known)}")
+    return names
 
 
 def say(line: str) -> None:

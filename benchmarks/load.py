@@ -34,7 +34,7 @@ class Endpoint(Protocol):
 
 async def together(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
     """All at once."""
-    return await _run(endpoint, asks, [0.0] * len(asks))
+    return await at_times(endpoint, asks, [0.0] * len(asks))
 
 
 async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
@@ -44,7 +44,10 @@ async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
 
 async def at_times(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
     """Each at its own time, whatever the server makes of it."""
-    return await _run(endpoint, asks, offsets)
+    requests = [endpoint.request(ask) for ask in asks]
+    recordings = [Recording() for _ in asks]
+    await asyncio.gather(*(_send(endpoint, *each) for each in zip(requests, recordings, offsets, strict=True)))
+    return recordings
 
 
 async def always(endpoint: Endpoint, asks: Sequence[Ask], streams: int) -> list[Recording]:
@@ -99,15 +102,6 @@ def _when_all_stream(recordings: Sequence[Recording], chunks: int) -> asyncio.Fu
     for index, recording in enumerate(recordings):
         recording.on_change = watch(index)
     return reached
-
-
-async def _run(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
-    requests = [endpoint.request(ask) for ask in asks]
-    recordings = [Recording() for _ in asks]
-    await asyncio.gather(
-        *(_send(endpoint, *each) for each in zip(requests, recordings, offsets, strict=True)),
-    )
-    return recordings
 
 
 async def _send(endpoint: Endpoint, request: bytes, recording: Recording, offset: float = 0.0) -> None:

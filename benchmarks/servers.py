@@ -72,10 +72,10 @@ class Ours:
     @contextmanager
     def start(self, folder: Path) -> Iterator[Live]:
         http_port, grpc_port, metrics_port = free_ports(3)
-        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
+        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         parameters = {"uri": self.uri, "extra": dict(self.extra)}
-        implementation = "mlserver_torch_stream.TorchStreamRuntime"
-        write_mlserver_folder(folder, self.model, implementation, parameters, ports)
+        described = {"implementation": "mlserver_torch_stream.TorchStreamRuntime", "parameters": parameters}
+        write_mlserver_folder(folder, {self.model: described}, ports)
         log = folder / "server.log"
         began = time.perf_counter()
         command = [str(self.python.with_name("mlserver")), "start", str(folder)]
@@ -88,21 +88,19 @@ class Ours:
             yield Live(process.pid, http_port, time.perf_counter() - began, endpoints, grpc_port)
 
 
-def write_mlserver_folder(
-    folder: Path, model: str, implementation: str, parameters: Mapping[str, Any], ports: Mapping[str, Any]
-) -> None:
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False, **ports}
+def write_mlserver_folder(folder: Path, models: Mapping[str, Mapping[str, Any]], more: Mapping[str, Any]) -> None:
+    """``models``: their model-settings.json by name. ``more``: of the settings.json, beside what all servers have."""
+    settings = {"host": HOST, "debug": False, "parallel_workers": 0, "gzip_enabled": False, **more}
     (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / model).mkdir()
-    described = {"name": model, "implementation": implementation, "parameters": parameters}
-    (folder / model / "model-settings.json").write_text(json.dumps(described))
+    for name, described in models.items():
+        (folder / name).mkdir()
+        (folder / name / "model-settings.json").write_text(json.dumps({"name": name, **described}))
 
 
 def clean_environment() -> dict[str, str]:
     """This process's own, without settings that would leak into a server."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_")} | {
-        name: value for name, value in os.environ.items() if name == "MLSERVER_TORCH_STREAM_CACHE"
-    }
+    kept = "MLSERVER_TORCH_STREAM_CACHE"
+    return {name: text for name, text in os.environ.items() if name == kept or not name.startswith("MLSERVER_")}
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path) -> None:
