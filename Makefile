@@ -208,14 +208,14 @@ format: $(INSTALLED) ## ruff: put it right
 type: $(INSTALLED) ## mypy --strict
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory; BENCH=--help shows its options, BENCH=--limits the kernels alone
-	$(BIN)/python benchmarks/bench.py $(BENCH)
+bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory; BENCH=--help shows its options
+	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, by model size and format
-	$(BIN)/python benchmarks/bench_peers.py $(BENCH)
+	$(BIN)/python -m benchmarks.bench_peers $(BENCH)
 
 soak: $(INSTALLED) ## SOAK_REQUESTS short requests over all endpoints, hours: memory, descriptors and threads stay, counts are exact
-	$(BIN)/python benchmarks/soak.py --requests $(SOAK_REQUESTS) $(BENCH)
+	$(BIN)/python -m benchmarks.soak --requests $(SOAK_REQUESTS) $(BENCH)
 
 bench-gpu: $(INSTALLED) ## what has to be checked and measured on GPUs (docs/gpu.md)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)

@@ -1,4 +1,4 @@
-"""What a client asks, what it records of a stream while it runs, and what the finished answer was."""
+"""What was asked, what a client keeps of a stream while it runs, and what the finished stream turned out to be."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``new_tokens`` must be met exactly: an answer with more or fewer spoils the comparison. Temperature 0 means
-    greedy.
-
-    ``schema`` is the JSON schema to which the answer is constrained.
-    """
+    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison. The temperature 0 is
+    greedy. ``schema``: of the JSON that the answer is kept to."""
 
     prompt: str
     prompt_tokens: int
@@ -47,7 +44,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``arrivals`` are the times of the events that contained text; both counts are the server's own."""
+    """``arrivals`` are the times of the events that brought text; both counts are the server's own."""
 
     started: float
     ended: float
@@ -64,13 +61,13 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def gaps_within(self, begin: float, end: float) -> list[float]:
-        """Returns the gaps that overlap a span of time."""
+        """Gaps that lie in a span of time at least in part."""
         pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
         return [later - earlier for earlier, later in pairs if later > begin and earlier < end]
 
 
 class WrongCount(Exception):
-    """The server generated another number of tokens than was requested, or counted another number of prompt tokens."""
+    """A server that generated another number of tokens than it was asked for, or read another prompt."""
 
 
 # A server may add a token of its own to a prompt, such as one that begins every text.

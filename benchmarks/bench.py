@@ -1,12 +1,13 @@
-"""``make bench``: our server under load, over REST and gRPC; with ``--before``, also that of another checkout.
+"""``make bench``: our server under load, over REST and gRPC, beside another checkout's where ``--before`` names one.
 
-``--limits`` measures instead which share of this machine's memory speed and peak arithmetic the kernels reach.
+It also prints which share of this machine's memory speed and peak arithmetic a case reaches.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -14,27 +15,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import machine, report  # noqa: E402
-from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases  # noqa: E402
-from benchmarks.model_folder import measure_roofline, model_folder  # noqa: E402
-from benchmarks.prompts import Prompts  # noqa: E402
-from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
-from benchmarks.servers import EMBEDDED, Contender, Ours  # noqa: E402
-from benchmarks.sweep import Plan, run_sweeps  # noqa: E402
+from benchmarks import machine, report
+from benchmarks.cases import DEFAULT, QUICK, Scale, make_cases
+from benchmarks.model_folder import model_folder
+from benchmarks.prompts import Prompts
+from benchmarks.results import FOLDER, ROOT, Recorder, commit
+from benchmarks.servers import EMBEDDED, Contender, Ours
+from benchmarks.sweep import Plan, run_sweeps
 
 _OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight has not 2 bytes
+_LIMITS_S = 300.0
 _ENDPOINTS = ("rest", "grpc", "openai")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if "--limits" in arguments:
-        from benchmarks import limits
-
-        return limits.main([each for each in arguments if each != "--limits"])
     options = parse(arguments)
     ours = Ours(options.uri, json.loads(options.extra))
     folder = model_folder(ours.uri, ours.extra)
@@ -53,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     options: argparse.Namespace, name: str, plan: Plan, contenders: Mapping[str, Contender], more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures the cells that have no line yet in the results of this chip, and returns all results of the run."""
+    """Runs what has no line yet in the file of this chip's results, and returns all of the run."""
     described = machine.describe()
     if (busy := machine.warning(described)) is not None:
         say(f"warning: {busy}")
@@ -70,22 +64,22 @@ def measure(
 
 
 def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
-    """Returns the machine's limits for this model. Prints the reason if they are unknown.
-
-    They need a CPU with a compiler, and a dense model.
-    """
+    """The machine's limits for this model, which a CPU with a compiler and a dense model have; else says why not."""
     say("the limits of this machine")
-    found = measure_roofline(folder, weights)
-    if isinstance(found, str):
-        say(f"no shares of the limit: {found}")
+    more = ["--weights", str(weights)] if weights else []
+    command = [sys.executable, "-m", "benchmarks.limits", str(folder), *more]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMITS_S, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        say(f"no shares of the limit: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
         return {}
-    return {"roofline": found}
+    return {"roofline": json.loads(done.stdout.splitlines()[-1])}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
-    parser.add_argument("--limits", action="store_true", help="the kernels alone; --limits --help has its options")
     parser.add_argument("--endpoints", default="rest,grpc", help="of rest, grpc, openai (default: %(default)s)")
     parser.add_argument(
         "--before",
@@ -96,10 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
-    options.endpoints = tuple(options.endpoints.split(","))
-    for each in options.endpoints:
-        if each not in _ENDPOINTS:
-            parser.error(f"{each!r} is none of {', '.join(_ENDPOINTS)}")
+    options.endpoints = listed(parser, "endpoints", options.endpoints, _ENDPOINTS)
     return options
 
 
@@ -115,7 +106,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:
-    """Sets the options that follow from ``--quick``."""
+    """What follows from ``--quick``."""
     options.cases = tuple((options.cases or ("c1,c4,p200" if options.quick else ",".join(cases))).split(","))
     options.sweeps = options.sweeps or (1 if options.quick else 2)
     options.scale = QUICK if options.quick else Scale()
@@ -126,6 +117,15 @@ def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: 
         make_cases(options.cases, options.scale, None)  # type: ignore[arg-type]
     except ValueError as error:
         parser.error(str(error))
+
+
+def listed(parser: argparse.ArgumentParser, what: str, said: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that an option has, with commas between them. Ends the program for one that is not known."""
+    names = tuple(said.split(","))
+    for name in names:
+        if name not in known:
+            parser.error(f"--{what}: no {name!r}; known are {', '.join(known)}")
+    return names
 
 
 def say(line: str) -> None:

@@ -10,24 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import bench, report  # noqa: E402
-from benchmarks.cases import make_cases  # noqa: E402
-from benchmarks.model_folder import NoFolder, gguf_file, model_folder  # noqa: E402
-from benchmarks.peers import FOLDER, PEERS, make_peer  # noqa: E402
-from benchmarks.peers.llama_cpp import LlamaCpp  # noqa: E402
-from benchmarks.peers.peer import Peer, PeerUnavailable  # noqa: E402
-from benchmarks.prompts import Prompts  # noqa: E402
-from benchmarks.servers import Contender, Ours  # noqa: E402
-from benchmarks.shapes import BITS, SHAPES, written  # noqa: E402
-from benchmarks.sweep import Plan  # noqa: E402
+from benchmarks import bench, report
+from benchmarks.cases import make_cases
+from benchmarks.model_folder import NoFolder, gguf_file, model_folder
+from benchmarks.peers import FOLDER, PEERS, make_peer
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.peer import Peer, PeerUnavailable
+from benchmarks.prompts import Prompts
+from benchmarks.servers import Contender, Ours
+from benchmarks.shapes import BITS, SHAPES, written
+from benchmarks.sweep import Plan
 
 _BF16, _OWN = "bf16", "own"
 _FORMATS = (*BITS, _OWN)
@@ -42,7 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     home = model_folder(options.uri, json.loads(options.extra))
     results = []
     for shape in options.shape or (None,):
-        with _model(shape, options, home) as folder:
+        place: AbstractContextManager[Path] = nullcontext(home)
+        if shape is not None and not options.install_only:
+            place = written(shape, options.folder.resolve(), home)
+        with place as folder:
             results += [_measure(shape, kind, options, folder) for kind in options.format]
     if options.install_only:
         return 1 if any(result["not_installed"] for result in results) else 0
@@ -51,16 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     if len(results) > 1:
         print(report.markdown(report.comparison(results)))
     return 1 if any(result["servers"][0]["failures"] for result in results) else 0
-
-
-@contextmanager
-def _model(shape: str | None, options: argparse.Namespace, home: Path) -> Iterator[Path]:
-    if shape is None or options.install_only:
-        yield home
-    else:
-        bench.say(f"{shape}: writing random weights")
-        with written(shape, options.folder.resolve(), home) as folder:
-            yield folder
 
 
 def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -100,24 +89,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     cases = (*(f"c{count}" for count in streams), *_PROMPTS)
     options.cases = options.cases or (",".join(cases) if options.streams else None)
     bench.finish(parser, options, cases)
-    options.shape = _listed(parser, "shape", options.shape, tuple(SHAPES)) if options.shape else ()
-    options.format = _listed(parser, "format", options.format, _FORMATS)
+    options.shape = bench.listed(parser, "shape", options.shape, tuple(SHAPES)) if options.shape else ()
+    options.format = bench.listed(parser, "format", options.format, _FORMATS)
     if options.shape and _OWN in options.format:
         parser.error("--format own: is the file of --uri; with --shape name another format")
     able = [name for name, (peer, _) in PEERS.items() if peer.reads_gguf or _BF16 in options.format]
-    options.peers = _listed(parser, "peers", options.peers or ",".join(able), tuple(PEERS))
+    options.peers = bench.listed(parser, "peers", options.peers or ",".join(able), tuple(PEERS))
     for name in options.peers:
         if name not in able:
             parser.error(f"no peer {name!r} that reads GGUF files; known are {', '.join(able)}")
     return options
-
-
-def _listed(parser: argparse.ArgumentParser, what: str, said: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(said.split(","))
-    for name in names:
-        if name not in known:
-            parser.error(f"--{what}: no {name!r}; known are {', '.join(known)}")
-    return names
 
 
 def _weights_file(kind: str, options: argparse.Namespace, model: Path) -> Path:

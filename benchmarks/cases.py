@@ -26,7 +26,6 @@ DEFAULT = (
 )
 _DRAWN = 0.8  # the temperature of answers that are not greedy
 _LIST = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}  # longer than an answer
-_SERIAL_STREAMS = 4  # enough to see a queue
 _BATCH_STARTS_S = 120.0
 _BUSY = ("validating", "in_progress")
 
@@ -218,16 +217,14 @@ class _Kind:
     pattern: str
     description: str
     run: Callable[[_Run], Awaitable[Figures]]
-    needs_batching: bool = True
 
 
 _LATE = r"c(?P<streams>\d+)\+(?P<many>\d+)p(?P<tokens>\d+)"
 _KINDS = (
-    _Kind(r"c(?P<streams>1)", "alone", _Run.at_once, False),
-    _Kind(r"c(?P<streams>[2-4])", "{streams} at once", _Run.at_once, False),
+    _Kind(r"c(?P<streams>1)", "alone", _Run.at_once),
     _Kind(r"c(?P<streams>\d+)", "{streams} at once", _Run.at_once),
-    _Kind(r"p(?P<tokens>\d+)", "a prompt of {tokens:,} tokens", _Run.prompt, False),
-    _Kind(r"p(?P<tokens>\d+)-again", "a prompt of {tokens:,} tokens, its beginning known", _Run.again, False),
+    _Kind(r"p(?P<tokens>\d+)", "a prompt of {tokens:,} tokens", _Run.prompt),
+    _Kind(r"p(?P<tokens>\d+)-again", "a prompt of {tokens:,} tokens, its beginning known", _Run.again),
     _Kind(r"c(?P<streams>\d+)\+p(?P<tokens>\d+)", "{running} running, then a prompt of {tokens:,} tokens", _Run.late),
     _Kind(_LATE, "{running} running, then {many} prompts of {tokens:,} tokens", _Run.late),
     _Kind(
@@ -237,9 +234,9 @@ _KINDS = (
     ),
     _Kind("mix", "a mix of lengths, random arrivals", _Run.mix),
     _Kind(r"loop(?P<streams>\d+)", "{streams} always in flight, a mix of lengths", _Run.loop),
-    _Kind("copy", "alone, repeating its prompt", _Run.copy, False),
-    _Kind("prose", "alone, prose", _Run.prose, False),
-    _Kind("prose-drawn", f"alone, prose at temperature {_DRAWN}", _Run.prose_drawn, False),
+    _Kind("copy", "alone, repeating its prompt", _Run.copy),
+    _Kind("prose", "alone, prose", _Run.prose),
+    _Kind("prose-drawn", f"alone, prose at temperature {_DRAWN}", _Run.prose_drawn),
     _Kind(r"c(?P<streams>\d+)-list", "{streams} at once, kept to a JSON list", _Run.listed),
     _Kind(r"c(?P<streams>\d+)-free", "{streams} at once, drawn freely", _Run.free),
     _Kind(r"turns(?P<streams>\d+)", "{streams} at once, in turn, and liveness beside them", _Run.turns),
@@ -261,11 +258,6 @@ class Case:
         self.name = name
         self._scale, self._prompts = scale, prompts
         self._kind, self._numbers = _kind_of(name)
-
-    @property
-    def needs_batching(self) -> bool:
-        """A server that answers one request at a time shows nothing in it but its queue, for many minutes."""
-        return self._kind.needs_batching
 
     @property
     def streams(self) -> int:

@@ -55,7 +55,7 @@ from benchmarks.peers import FOLDER
 from benchmarks.peers.peer import Installed
 from benchmarks.peers.torchserve.peer import HANDLERS, OurTorchServe, PredictionServer, TorchServe, serving
 from benchmarks.process import free_ports, running
-from benchmarks.servers import EMBEDDED, wait_until_ready
+from benchmarks.servers import EMBEDDED, answering, wait_until_ready
 from tests.cloud.moto import moto
 from tests.cloud.seaweedfs import s3_server, seaweedfs
 from tests.cloud.test_events import WAYS
@@ -226,7 +226,7 @@ def _keys(bucket: httpx.Client, prefix: str) -> list[str]:
 @contextmanager
 def _watching(command: Sequence[str], port: int, folder: Path) -> Iterator[None]:
     with running(command, os.environ, folder / "watcher.log", Path.cwd()) as process:
-        wait_until_ready(process, port, "/", folder / "watcher.log", status=405)
+        wait_until_ready(process, lambda: answering(port, "/") == 405, folder / "watcher.log")
         yield
         process.send_signal(signal.SIGINT)
         process.wait(30)

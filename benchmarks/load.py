@@ -33,8 +33,8 @@ class Endpoint(Protocol):
 
 
 async def together(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
-    """Sends all requests at once."""
-    return await _run(endpoint, asks, [0.0] * len(asks))
+    """All at once."""
+    return await at_times(endpoint, asks, [0.0] * len(asks))
 
 
 async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
@@ -43,8 +43,11 @@ async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
 
 
 async def at_times(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
-    """Sends each request at its own time, however slow the server is."""
-    return await _run(endpoint, asks, offsets)
+    """Each at its own time, whatever the server makes of it."""
+    requests = [endpoint.request(ask) for ask in asks]
+    recordings = [Recording() for _ in asks]
+    await asyncio.gather(*(_send(endpoint, *each) for each in zip(requests, recordings, offsets, strict=True)))
+    return recordings
 
 
 async def always(endpoint: Endpoint, asks: Sequence[Ask], streams: int) -> list[Recording]:
@@ -99,15 +102,6 @@ def _when_all_stream(recordings: Sequence[Recording], chunks: int) -> asyncio.Fu
     for index, recording in enumerate(recordings):
         recording.on_change = watch(index)
     return reached
-
-
-async def _run(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
-    requests = [endpoint.request(ask) for ask in asks]
-    recordings = [Recording() for _ in asks]
-    await asyncio.gather(
-        *(_send(endpoint, *each) for each in zip(requests, recordings, offsets, strict=True)),
-    )
-    return recordings
 
 
 async def _send(endpoint: Endpoint, request: bytes, recording: Recording, offset: float = 0.0) -> None:

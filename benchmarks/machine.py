@@ -13,6 +13,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _BUSY = 0.25  # of a core
 
 
@@ -23,7 +25,7 @@ def describe() -> dict[str, Any]:
         "cores": _cores(),
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
-        "load_before": _load(),
+        "load_before": psutil.getloadavg()[0],
     }
     with suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -45,7 +47,7 @@ def chip() -> str:
 def warning(described: dict[str, Any]) -> str | None:
     """Returns a warning if other processes are busy, as OpenMP servers become very slow beside other load."""
     load = described["load_before"]
-    if load is None or load <= _BUSY * described["cores"]:
+    if load <= _BUSY * described["cores"]:
         return None
     return f"the machine is busy (load {load:.1f} on {described['cores']} cores): these figures mean little"
 
@@ -59,10 +61,6 @@ def show(described: dict[str, Any], **figures: Any) -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _load() -> float | None:
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def _cpu_info() -> dict[str, str]:

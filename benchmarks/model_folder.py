@@ -26,7 +26,6 @@ source = parse_settings(sys.argv[1], {}).source
 print(find_embedded(source.location) if source.kind == "embedded" else source.location)
 """
 _CONVERT_S = 1800.0
-_LIMITS_S = 300.0
 
 
 class NoFolder(Exception):
@@ -47,19 +46,6 @@ def gguf_file(uri: str) -> Path:
     if file.suffix != ".gguf" or not file.is_file():
         raise NoFolder(f"{uri!r} is no GGUF file")
     return file
-
-
-def measure_roofline(folder: Path, weights: Path | None = None) -> dict[str, Any] | str:
-    """Returns the arguments of ``roofline.share`` for this machine and model, or the reason why they are unknown."""
-    command = [sys.executable, "-m", "benchmarks.limits", str(folder), "--json"]
-    command += ["--weights", str(weights)] if weights else []
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=_LIMITS_S,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["failed"])[-1]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _told(program: str, *arguments: str) -> Path:

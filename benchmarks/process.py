@@ -1,7 +1,4 @@
-"""Starts and stops a server process by its pid, and reads from /proc what its processes use.
-
-On a system without /proc, the usage is left out.
-"""
+"""Starts and stops a server process, by its pid, and says what its processes use."""
 
 from __future__ import annotations
 
@@ -10,56 +7,40 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_MIB = 2**20
+import psutil
+
 _STOP_S = 30.0
 _SAMPLE_S = 0.25
 
 
-def family(pid: int) -> list[int]:
-    """Returns the pids of the process and all its descendants."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found
+def family(pid: int) -> list[Any]:
+    """The process and all that descend from it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the user and system CPU seconds of the process and all its descendants."""
-    ticks = 0
-    for each in family(pid):
-        with suppress(OSError):
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / _TICKS
+    """Of the whole family, user and system."""
+    return _sum(family(pid), lambda each: sum(each.cpu_times()[:2]))
 
 
-def rss_mib(pids: Sequence[int]) -> float:
-    """Sums resident memory over processes; a page that several of them share counts for each."""
-    total = 0
-    for each in pids:
-        with suppress(OSError):
-            resident_pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
-            total += resident_pages * os.sysconf("SC_PAGE_SIZE")
-    return total / _MIB
+def rss_mib(processes: Sequence[Any]) -> float:
+    """Summed over processes: pages that they share count once for each."""
+    return _sum(processes, lambda each: each.memory_info().rss) / 2**20
 
 
-def available_mib() -> float:
-    """Returns the memory that programs can still allocate; infinity if it is unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("MemAvailable"))
+def _sum(processes: Sequence[Any], figure: Callable[[Any], float]) -> float:
+    total = 0.0
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            total += figure(each)
+    return total
 
 
 class Usage:
@@ -67,13 +48,13 @@ class Usage:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._pids = family(pid)
+        self._processes = family(pid)
         self._peak = 0.0
         self._sampler: asyncio.Task[None] | None = None
         self._began = (0.0, 0.0)
 
     async def __aenter__(self) -> Usage:
-        self._began = (cpu_seconds(self._pid), _own_cpu())
+        self._began = (cpu_seconds(self._pid), time.process_time())
         self._sampler = asyncio.create_task(self._sample())
         return self
 
@@ -83,7 +64,7 @@ class Usage:
         with suppress(asyncio.CancelledError):
             await self._sampler
         self._look()
-        server, client = cpu_seconds(self._pid), _own_cpu()
+        server, client = cpu_seconds(self._pid), time.process_time()
         self.figures = {
             "cpu_s": server - self._began[0],
             "client_cpu_s": client - self._began[1],
@@ -96,12 +77,7 @@ class Usage:
             await asyncio.sleep(_SAMPLE_S)
 
     def _look(self) -> None:
-        self._peak = max(self._peak, rss_mib(self._pids))
-
-
-def _own_cpu() -> float:
-    times = os.times()
-    return times.user + times.system
+        self._peak = max(self._peak, rss_mib(self._processes))
 
 
 def free_ports(count: int) -> list[int]:

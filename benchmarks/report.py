@@ -44,8 +44,8 @@ def as_markdown(result: Mapping[str, Any]) -> str:
     """Returns all there is in a result: the machine, a table with a column for each server, further cases, gaps."""
     machine = result["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine.get("gpu") else "")
-    load = "" if machine["load_before"] is None else f", load before {machine['load_before']:.1f}"
-    parts = [f"{machine['date']}, {where}{load}; {result['model']}, sweeps: {result['sweeps']}"]
+    where += f", load before {machine['load_before']:.1f}"
+    parts = [f"{machine['date']}, {where}; {result['model']}, sweeps: {result['sweeps']}"]
     if "roofline" in result:
         limits = result["roofline"]["limits"]
         peaks = ", ".join(f"{unit} {peak / 1e9:.0f}" for unit, peak in limits["peaks"].items() if peak)

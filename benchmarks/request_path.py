@@ -29,7 +29,7 @@ from mlserver.server import MLServer
 from benchmarks.answers import Ask, Recording
 from benchmarks.endpoints import HOST, GrpcEndpoint
 from benchmarks.process import free_ports
-from benchmarks.servers import EMBEDDED, answering
+from benchmarks.servers import EMBEDDED, answering, write_mlserver_folder
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.run import CloudRun, stream
@@ -113,12 +113,9 @@ def _fields(made: Any) -> Iterator[Any]:
 async def _serve_while(folder: Path, work: Callable[[str, str], None]) -> None:
     """Runs MLServer on this thread, as its signals need, and ``work`` with the ports' addresses on another."""
     http_port, grpc_port, metrics_port = free_ports(3)
-    given = {"host": HOST, "http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "debug": False}
-    given |= {"parallel_workers": 0, "model_repository_implementation": "mlserver_torch_stream.GuardedModelRepository"}
-    (folder / "settings.json").write_text(json.dumps(given))
-    for name, content in _MODELS.items():
-        (folder / name).mkdir()
-        (folder / name / "model-settings.json").write_text(json.dumps({"name": name, **content}))
+    more = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+    repository = "mlserver_torch_stream.GuardedModelRepository"
+    write_mlserver_folder(folder, _MODELS, {**more, "model_repository_implementation": repository})
     (folder / "echo" / "handler.py").write_text(_HANDLER)
     settings, models = await load_settings(str(folder))
     server = MLServer(settings)

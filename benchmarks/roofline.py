@@ -1,8 +1,8 @@
 """The least time that a machine needs for a step: the roofline of its memory's speed and of its units' peaks.
 
-The limit is the longer of two times: reading the weights, keys and values once at the speed of memory, and computing
-all multiplications at the peak of the unit that does them. No program can be faster, and reaching both at once is not
-always possible (Williams, Waterman, Patterson: Roofline, CACM 2009). Uses neither torch nor servers.
+The longer of two times is the limit: that of reading the weights, and the keys and values, once at the speed of memory;
+and that of all multiplications at the peak of the unit that computes them. No program can be faster; both at once are
+not always possible (Williams, Waterman, Patterson: Roofline, CACM 2009). Knows neither torch nor servers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CASE = re.compile(r"c(?P<streams>\d+)|p(?P<prompt>\d+)")
 
 @dataclass(frozen=True)
 class Limits:
-    """``read`` is bytes per second, ``peaks`` operations per second of each unit (0: no unit), for all threads."""
+    """``read``: bytes a second. ``peaks``: operations a second of each unit; 0: no such unit. Both of all threads."""
 
     read: float
     peaks: Mapping[str, float]
@@ -28,29 +28,25 @@ class Limits:
         return next(unit for unit in UNITS if self.peaks[unit])
 
     def packed_unit(self) -> str:
-        """Returns the unit that multiplies packed weights; a CPU without VNNI has no separate unit for them."""
+        """Returns the unit that multiplies packed weights; a CPU without VNNI has none for them alone."""
         return INT8 if self.peaks[INT8] else self.bf16_unit()
 
 
 @dataclass(frozen=True)
 class Work:
-    """The bytes that a step must read, and the operations that it must compute."""
+    """What a step cannot do without: bytes that it reads, operations that it computes."""
 
     bytes: float
     operations: float
 
-    def least_ms(self, limits: Limits, unit: str) -> tuple[float, str]:
-        """Returns the fewest milliseconds in which the step is possible, and what limits it."""
-        read, compute = self.bytes / limits.read, self.operations / limits.peaks[unit]
-        return 1000 * max(read, compute), "memory" if read > compute else "the unit"
+    def least_ms(self, limits: Limits, unit: str) -> float:
+        """Returns the milliseconds that the step must take."""
+        return 1000 * max(self.bytes / limits.read, self.operations / limits.peaks[unit])
 
 
 @dataclass(frozen=True)
 class Model:
-    """A dense decoder.
-
-    ``projections`` and ``head`` are the numbers of weights in the layers' products and in the last one.
-    """
+    """A dense decoder. ``projections``, ``head``: weights of the layers' products, and of the last one."""
 
     projections: int
     head: int
@@ -62,7 +58,7 @@ class Model:
     cache_item: int = 2  # bytes of a number in the KV cache
 
     def decode(self, rows: int, context: float) -> Work:
-        """Returns the work of one step of ``rows`` sequences, each with ``context`` tokens in the cache."""
+        """One step of so many sequences, each with ``context`` tokens in the cache."""
         seen = rows * (context + 1) * self.layers * self.head_dim
         cached = 2 * seen * self.kv_heads * self.cache_item
         operations = 2 * rows * (self.projections + self.head) + 4 * seen * self.heads
@@ -75,10 +71,8 @@ class Model:
 
 
 def share(case: str, figures: Mapping[str, float], prompt: int, new: int, roofline: Mapping[str, Any]) -> float | None:
-    """Returns the least time divided by the measured one; None for cases other than these two.
-
-    For ``c16``, it is the time of a decode step while all streams decode, for ``p2000`` that of the first token.
-    ``prompt`` and ``new`` are the numbers of tokens of each stream of ``c16``.
+    """Returns the least time over the measured one: of a decode step while all streams of ``c16`` decode, of the first
+    token of ``p2000``; None for other cases. ``prompt``, ``new``: tokens of each stream of ``c16``.
     """
     match = _CASE.fullmatch(case)
     if match is None:
@@ -89,4 +83,4 @@ def share(case: str, figures: Mapping[str, float], prompt: int, new: int, roofli
     else:
         rows, rate = int(match["streams"]), figures.get("steady_tokens_per_s")
         work, measured = model.decode(rows, prompt + new / 2), 1000 * rows / rate if rate else None
-    return work.least_ms(limits, roofline["unit"])[0] / measured if measured else None
+    return work.least_ms(limits, roofline["unit"]) / measured if measured else None

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -50,10 +50,6 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def one_at_a_time(self) -> bool:
-        """Returns whether requests wait for the first one to end; cases with many long answers are then pointless."""
-
     def versions(self) -> dict[str, str]: ...
 
     def start(self, folder: Path) -> AbstractContextManager[Live]:
@@ -68,7 +64,6 @@ class Ours:
     extra: Mapping[str, Any] = field(default_factory=dict)
     name: str = OURS
     python: Path = Path(sys.executable)
-    one_at_a_time: bool = False
     model: str = "bench"
 
     def versions(self) -> dict[str, str]:
@@ -77,46 +72,44 @@ class Ours:
     @contextmanager
     def start(self, folder: Path) -> Iterator[Live]:
         http_port, grpc_port, metrics_port = free_ports(3)
-        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port, "host": HOST}
+        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         parameters = {"uri": self.uri, "extra": dict(self.extra)}
-        implementation = "mlserver_torch_stream.TorchStreamRuntime"
-        write_mlserver_folder(folder, self.model, implementation, parameters, ports)
+        described = {"implementation": "mlserver_torch_stream.TorchStreamRuntime", "parameters": parameters}
+        write_mlserver_folder(folder, {self.model: described}, ports)
         log = folder / "server.log"
         began = time.perf_counter()
         command = [str(self.python.with_name("mlserver")), "start", str(folder)]
         environment = {**clean_environment(), "MLSERVER_TORCH_STREAM_BATCH_STORE": str(folder / "batches")}
         with running(command, environment, log, folder) as process:
-            wait_until_ready(process, http_port, f"/v2/models/{self.model}/ready", log)
+            wait_until_ready(process, lambda: answering(http_port, f"/v2/models/{self.model}/ready") == 200, log)
             rest: Endpoint = HttpEndpoint(http_port, V2Spelling(self.model))
             openai = HttpEndpoint(http_port, OpenAISpelling(self.model, {"ignore_eos": True}))
             endpoints = {"rest": rest, "grpc": GrpcEndpoint(grpc_port, self.model, http_port), "openai": openai}
             yield Live(process.pid, http_port, time.perf_counter() - began, endpoints, grpc_port)
 
 
-def write_mlserver_folder(
-    folder: Path, model: str, implementation: str, parameters: Mapping[str, Any], ports: Mapping[str, Any]
-) -> None:
-    settings = {"debug": False, "parallel_workers": 0, "gzip_enabled": False, **ports}
+def write_mlserver_folder(folder: Path, models: Mapping[str, Mapping[str, Any]], more: Mapping[str, Any]) -> None:
+    """``models``: their model-settings.json by name. ``more``: of the settings.json, beside what all servers have."""
+    settings = {"host": HOST, "debug": False, "parallel_workers": 0, "gzip_enabled": False, **more}
     (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / model).mkdir()
-    described = {"name": model, "implementation": implementation, "parameters": parameters}
-    (folder / model / "model-settings.json").write_text(json.dumps(described))
+    for name, described in models.items():
+        (folder / name).mkdir()
+        (folder / name / "model-settings.json").write_text(json.dumps({"name": name, **described}))
 
 
 def clean_environment() -> dict[str, str]:
-    """Returns this process's environment without settings that would leak into a server."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MLSERVER_")} | {
-        name: value for name, value in os.environ.items() if name == "MLSERVER_TORCH_STREAM_CACHE"
-    }
+    """This process's own, without settings that would leak into a server."""
+    kept = "MLSERVER_TORCH_STREAM_CACHE"
+    return {name: text for name, text in os.environ.items() if name == kept or not name.startswith("MLSERVER_")}
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, path: str, log: Path, status: int = 200) -> None:
-    """Waits until ``path`` answers with the status. Raises StartFailed."""
+def wait_until_ready(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], log: Path) -> None:
+    """Raises StartFailed with the end of the log if the process ends first, or takes too long."""
     end = time.monotonic() + _READY_S
     while time.monotonic() < end:
         if process.poll() is not None:
             raise StartFailed(f"ended with {process.returncode}: {_tail(log)}")
-        if answering(port, path) == status:
+        if is_ready():
             return
         time.sleep(_POLL_S)
     raise StartFailed(f"not ready within {_READY_S:.0f} s: {_tail(log)}")

@@ -1,6 +1,6 @@
-"""Models of a given size: Llama decoders with random weights, written to disk once and removed after the run.
+"""Models of a size: decoders of Llama's form with random weights, written to disk once and removed after the run.
 
-Speed depends on the shape, not on the values. The tokenizer is another model's; the head has as many tokens.
+Speed depends on the shape, not on the values. The tokenizer is that of another model, whose tokens the head has.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ BITS = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.6}  # of a weight, in 
 
 @contextmanager
 def written(name: str, folder: Path, tokenizer: Path) -> Iterator[Path]:
-    """Yields the folder of a bfloat16 model of the shape, below ``folder``.
-
-    Removes it, and what peers made of it, at the end.
-    """
+    """The folder of a model of the shape in bf16, below ``folder``; it and what peers made of it are removed after."""
     place = folder / "models" / f"llama-{name}"
     try:
         if not (place / "model.safetensors.index.json").is_file():
@@ -71,7 +68,7 @@ def written(name: str, folder: Path, tokenizer: Path) -> Iterator[Path]:
 
 
 def llama_config(shape: Shape, vocabulary: int, **more: Any) -> LlamaConfig:
-    """Returns the config of a bfloat16 model of the shape, with the fields in ``more``."""
+    """Returns the config of a model of the shape in bf16, with further fields."""
     from transformers import LlamaConfig  # which takes memory that the measuring process need not have
 
     return LlamaConfig(
@@ -83,7 +80,7 @@ def llama_config(shape: Shape, vocabulary: int, **more: Any) -> LlamaConfig:
 
 
 def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
-    """Writes one file for each layer, so that no more than one layer is in memory."""
+    """One file for each layer: no more than one is in memory."""
     from accelerate import init_empty_weights
     from transformers import LlamaForCausalLM
 
@@ -114,10 +111,7 @@ def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
 
 
 def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
-    """Returns a mask of all tokens that are not only letters.
-
-    No answer contains them, as servers send no event for a token without text.
-    """
+    """The tokens that are not letters alone. No answer has them: servers send no event for a token without text."""
     without = torch.ones(vocabulary, dtype=torch.bool)
     tokens = Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab().items()
     without[[number for text, number in tokens if re.fullmatch("[Ġ▁]?[A-Za-z]+", text)]] = False
@@ -125,7 +119,7 @@ def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
 
 
 def _random(size: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Returns ones for norms, and random numbers for all other weights."""
+    """Norms are ones."""
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
     return (torch.randn(size, generator=generator) * _SPREAD).to(torch.bfloat16)

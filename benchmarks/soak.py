@@ -1,33 +1,38 @@
 """``make soak``: sends short requests to all endpoints in turn. What the server holds must stay constant, its counts
 exact.
 
-Uses the server only as a process with ports. The first quarter of the requests is the warm-up.
+Knows the server only as a process with ports. The first quarter of the requests is the warm-up. There is a request for
+each endpoint, in every spelling, and its answer is checked. The connections stay open, and are Python's own
+``http.client``: it takes a third of httpx's processor time, which the server has instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPConnection
 from itertools import repeat
 from pathlib import Path
+from select import select
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import grpc
+import httpx
+import psutil
 
-import httpx  # noqa: E402
-
-from benchmarks import machine  # noqa: E402
-from benchmarks.endpoints import HOST  # noqa: E402
-from benchmarks.process import rss_mib  # noqa: E402
-from benchmarks.results import FOLDER, Recorder, commit  # noqa: E402
-from benchmarks.servers import EMBEDDED, Live, Ours  # noqa: E402
-from benchmarks.soak_requests import MODEL, SoakClient  # noqa: E402
-from benchmarks.sweep import started  # noqa: E402
+from benchmarks import machine
+from benchmarks.answers import Ask
+from benchmarks.endpoints import HOST, GrpcEndpoint, V2Spelling
+from benchmarks.process import rss_mib
+from benchmarks.results import FOLDER, Recorder, commit
+from benchmarks.servers import EMBEDDED, Live, Ours
+from benchmarks.sweep import started
 
 _CLIENTS = 16  # half of the rows that the engine decodes together
 _SAMPLES = 40
@@ -35,6 +40,128 @@ _WHEN = ("after_warm_up", "at_the_end")
 _WARM_UP = _SAMPLES // 4
 # How much more of each the last quarter may hold than the one after the warm-up, however many requests there are.
 _MOST = {"rss_mib": 32.0, "descriptors": 4, "threads": 4}  # the latter two: pools that fill late
+MODEL = Ours.model
+TOKENS = 2
+_METHODS = "/inference.GRPCInferenceService"
+_TIMEOUT_S = 120.0
+_FINAL = '"triton_final_response":true'
+_PROMPT = "Once upon a time"
+_LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+_FORM = "multipart/form-data; boundary=soak"
+_UPLOAD = (
+    b'--soak\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--soak\r\n'
+    b'Content-Disposition: form-data; name="file"; filename="rows.jsonl"\r\n\r\n%s\r\n--soak--\r\n' % _LINE
+)
+_ASK = Ask(_PROMPT, 0, TOKENS)
+_GREEDY: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
+_OPENAI = {"model": MODEL, "max_tokens": TOKENS, **_GREEDY}
+_CHAT = {**_OPENAI, "messages": [{"role": "user", "content": _PROMPT}]}
+_TEXT = {**_OPENAI, "prompt": _PROMPT}
+_FLAT = {"text_input": _PROMPT, "max_tokens": TOKENS, **_GREEDY}
+_RESPONSES = {"model": MODEL, "input": _PROMPT, "max_output_tokens": TOKENS, **_GREEDY}
+_COUNTED, _DONE, _STREAMED = f'"completion_tokens":{TOKENS}', "[DONE]", {"stream": True}
+_RESPONDED = [f'"output_tokens":{TOKENS}', '"incomplete"']
+# What is posted where, and what the answer says.
+_GENERATING: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]] = (
+    (f"/v2/models/{MODEL}/infer", V2Spelling(MODEL).body(_ASK), [_FINAL]),
+    (f"/v2/models/{MODEL}/infer_stream", V2Spelling(MODEL).body(_ASK), [_FINAL]),
+    (f"/v2/models/{MODEL}/generate", _FLAT, ['"text_output"']),
+    (f"/v2/models/{MODEL}/generate_stream", _FLAT, ['"text_output"']),
+    ("/v1/completions", _TEXT, [_COUNTED]),
+    ("/v1/completions", _TEXT | _STREAMED, [_DONE]),
+    ("/v1/chat/completions", _CHAT, [_COUNTED]),
+    ("/v1/chat/completions", _CHAT | _STREAMED, [_DONE]),
+    ("/v1/completions", {**_TEXT, "structured_outputs": {"regex": "[a-z]{9}"}}, [_COUNTED]),
+    ("/v1/responses", _RESPONSES, _RESPONDED),
+    ("/v1/responses", _RESPONSES | _STREAMED, _RESPONDED),
+)
+_READ = (
+    *("/v2/health/live", "/v2/health/ready", "/health", "/ping", "/metrics", "/v2"),
+    *(f"/v2/models/{MODEL}{part}" for part in ("", "/ready", "/config", "/stats")),
+    *("/v1/models", f"/v1/models/{MODEL}", "/v1/files", "/v1/batches", "/openai/v1/models"),
+)
+
+
+class WrongAnswer(Exception):
+    """An answer is not what the request asks for. The message has both."""
+
+
+class SoakClient:
+    """One client with its connections, which asks one request after the other."""
+
+    def __init__(self, http_port: int, grpc_port: int) -> None:
+        self._http = HTTPConnection(HOST, http_port, timeout=_TIMEOUT_S)
+        self._channel = grpc.insecure_channel(f"{HOST}:{grpc_port}")
+        self._message = GrpcEndpoint(grpc_port, MODEL).request(_ASK)
+        self.requests: Sequence[Callable[[], int]] = (
+            *(partial(self._generate, *each) for each in _GENERATING),
+            *(partial(self._read, path) for path in _READ),
+            self._grpc_unary,
+            self._grpc_stream,
+            self._grpc_live,
+            self._file,
+            self._index,
+            self._refused,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+        self._channel.close()
+
+    def _ask(self, method: str, path: str, body: Any = None, kind: str = "application/json", status: int = 200) -> str:
+        """The text of the answer. ``body``: bytes, or an object for JSON. Raises WrongAnswer for another status."""
+        if self._http.sock is not None and select([self._http.sock], [], [], 0)[0]:
+            self._http.close()  # the server has closed it, as it does where a client is silent for some seconds
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        self._http.request(method, path, content, {} if body is None else {"Content-Type": kind})
+        reply = self._http.getresponse()
+        text = reply.read().decode()
+        if reply.status != status:
+            raise WrongAnswer(f"{method} {path}: {reply.status} {text[:300]}")
+        return text
+
+    def _generate(self, path: str, body: Mapping[str, Any], expected: Sequence[str]) -> int:
+        text = self._ask("POST", path, body)
+        return _checked(text, all(each in text for each in expected) and text.count(_FINAL) <= 1)
+
+    def _read(self, path: str) -> int:
+        self._ask("GET", path)
+        return 0
+
+    def _file(self) -> int:
+        """Four requests that leave nothing behind, counted as one."""
+        path = f"/v1/files/{json.loads(self._ask('POST', '/v1/files', _UPLOAD, _FORM))['id']}"
+        self._ask("GET", path)
+        content = self._ask("GET", f"{path}/content")
+        self._ask("DELETE", path)
+        return _checked(f"{path}: {content!r}", content == _LINE.decode(), 0)
+
+    def _index(self) -> int:
+        text = self._ask("POST", "/v2/repository/index", {})
+        return _checked(text, MODEL in text, 0)
+
+    def _refused(self) -> int:
+        text = self._ask("POST", f"/v2/models/{MODEL}/generate", {**_FLAT, "unheard_of": 1}, status=422)
+        return _checked(text, "unheard_of" in text, 0)
+
+    def _grpc_unary(self) -> int:
+        reply = self._channel.unary_unary(f"{_METHODS}/ModelInfer")(self._message, timeout=_TIMEOUT_S)
+        return _checked(repr(reply[:300]), b"triton_final_response" in reply)
+
+    def _grpc_stream(self) -> int:
+        call = self._channel.stream_stream(f"{_METHODS}/ModelStreamInfer")
+        replies = list(call(iter([self._message]), timeout=_TIMEOUT_S))
+        return _checked(repr(replies[:3]), bool(replies) and b"finish_reason" in replies[-1])
+
+    def _grpc_live(self) -> int:
+        reply = self._channel.unary_unary(f"{_METHODS}/ServerLive")(b"", timeout=_TIMEOUT_S)
+        return _checked(repr(reply), reply == b"\x08\x01", 0)
+
+
+def _checked(shown: str, holds: bool, tokens: int = TOKENS) -> int:
+    if not holds:
+        raise WrongAnswer(shown[:300])
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -74,9 +201,8 @@ def _ask(client: SoakClient, numbers: Iterator[int]) -> int:
 
 
 def held_by(pid: int, requests: int) -> Held:
-    process = Path(f"/proc/{pid}")
-    descriptors, threads = (len(list((process / name).iterdir())) for name in ("fd", "task"))
-    return Held(requests, round(rss_mib([pid]), 1), descriptors, threads)
+    process = psutil.Process(pid)
+    return Held(requests, round(rss_mib([process]), 1), process.num_fds(), process.num_threads())
 
 
 def counted_tokens(port: int) -> int:

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import uvloop
 
 from benchmarks.answers import WrongCount
 from benchmarks.cases import BatchTooShort, Case, Scale, warm_up
 from benchmarks.endpoints import BadAnswer
 from benchmarks.figures import Figures
-from benchmarks.process import available_mib, family, rss_mib
+from benchmarks.process import family, rss_mib
 from benchmarks.prompts import Prompts
 from benchmarks.results import NO_FIT, START, Recorder
 from benchmarks.servers import Contender, Live, StartFailed
 
 Result = TypeVar("Result")
 _WARM_STREAMS = 32
-_AT_ONCE = "answers one request at a time"
 _KILLED = "ended with -9"  # by the kernel, which had no memory left
 
 
@@ -52,10 +52,10 @@ def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Record
     """Runs the sweeps interleaved: every server once, then every server again."""
     for sweep in range(plan.sweeps):
         for name, contender in contenders.items():
-            left = _left(name, contender, plan, sweep, recorder)
+            left = _left(name, plan, sweep, recorder)
             if not left:
                 continue
-            if plan.least_mib > (free := available_mib()):
+            if plan.least_mib > (free := psutil.virtual_memory().available / 2**20):
                 plan.say(f"{name}: {NO_FIT}: needs {plan.least_mib:.0f} MiB, {free:.0f} are available")
                 _note(left, recorder, NO_FIT)
                 continue
@@ -64,7 +64,7 @@ def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Record
                     figures = {"ready_s": live.ready_s, "idle_rss_mib": rss_mib(family(live.pid))}
                     recorder.add((name, "", START, sweep), figures)
                     plan.say(f"sweep {sweep + 1}, {name}: ready after {live.ready_s:.1f} s")
-                    run_quietly(_run_cases(contender, live, plan, left, recorder))
+                    run_quietly(_run_cases(live, plan, left, recorder))
             except StartFailed as error:
                 if not plan.lenient:
                     raise
@@ -75,15 +75,10 @@ def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Record
 Left = dict[tuple[str, str, str, int], Case]
 
 
-def _left(name: str, contender: Contender, plan: Plan, sweep: int, recorder: Recorder) -> Left:
-    """Returns the cells of a server that have no line yet."""
+def _left(name: str, plan: Plan, sweep: int, recorder: Recorder) -> Left:
+    """The cells of a server that have no line yet."""
     cells = {(name, endpoint, case.name, sweep): case for endpoint in plan.endpoints for case in plan.cases}
-    left = {cell: case for cell, case in cells.items() if not recorder.has(cell)}
-    if contender.one_at_a_time:
-        pointless = {cell: case for cell, case in left.items() if case.needs_batching}
-        _note(pointless, recorder, _AT_ONCE)
-        return {cell: case for cell, case in left.items() if cell not in pointless}
-    return left
+    return {cell: case for cell, case in cells.items() if not recorder.has(cell)}
 
 
 def _note(cells: Left, recorder: Recorder, value: str) -> None:
@@ -97,13 +92,13 @@ def started(contender: Contender) -> Iterator[Live]:
         yield live
 
 
-async def _run_cases(contender: Contender, live: Live, plan: Plan, left: Left, recorder: Recorder) -> None:
+async def _run_cases(live: Live, plan: Plan, left: Left, recorder: Recorder) -> None:
     for endpoint_name in [name for name in plan.endpoints if name in live.endpoints]:
         endpoint = live.endpoints[endpoint_name]
         if not (cells := {cell: case for cell, case in left.items() if cell[1] == endpoint_name}):
             continue
         try:
-            streams = 2 if contender.one_at_a_time else max(case.streams for case in cells.values())
+            streams = max(case.streams for case in cells.values())
             await warm_up(endpoint, plan.scale, plan.prompts, min(_WARM_STREAMS, streams))
             for cell, case in cells.items():
                 label = (cell[3], endpoint_name)  # else the second endpoint would find the first one's prompts cached

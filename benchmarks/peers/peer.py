@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.endpoints import HttpEndpoint, Spelling
 from benchmarks.process import free_ports, running
-from benchmarks.servers import Live, clean_environment, wait_until_ready
+from benchmarks.servers import Live, answering, clean_environment, wait_until_ready
 
 TORCH = "torch==2.13.0"
 _INSTALL_S = 3600.0
@@ -107,7 +107,6 @@ class Peer(Installed):
     weights: Path | None = None
 
     name: str = "a peer"
-    one_at_a_time: bool = False
     reads_gguf: bool = False
     ready_path: str = "/health"
 
@@ -133,6 +132,6 @@ class Peer(Installed):
         began = time.perf_counter()
         environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", **self.environment()}
         with running(self.command(folder, port), environment, log, folder) as process:
-            wait_until_ready(process, port, self.ready_path, log)
+            wait_until_ready(process, lambda: answering(port, self.ready_path) == 200, log)
             endpoints = {"rest": HttpEndpoint(port, self.spelling)}
             yield Live(process.pid, port, time.perf_counter() - began, endpoints)

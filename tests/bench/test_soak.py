@@ -14,8 +14,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.servers import Ours
-from benchmarks.soak import Held, problems, soak, summary
-from benchmarks.soak_requests import SoakClient, WrongAnswer
+from benchmarks.soak import Held, SoakClient, WrongAnswer, problems, soak, summary
 from benchmarks.sweep import started
 from tests import markdown
 

@@ -9,36 +9,22 @@ import json
 import os
 import shutil
 import sys
-import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from benchmarks.peers.peer import Installed, PeerUnavailable
 from benchmarks.process import free_ports, running
-from benchmarks.servers import OURS, StartFailed, clean_environment
+from benchmarks.servers import OURS, clean_environment, wait_until_ready
 
 MODEL = "my_tc"
 HANDLERS = Path(__file__).parent / "handlers"
 _HOST = "http://127.0.0.1"
-_READY_S = 300.0
-
-
-class PredictionServer(Protocol):
-    """A server with TorchServe's paths."""
-
-    @property
-    def name(self) -> str: ...
-
-    def command(self, options: Sequence[str]) -> Sequence[str]:
-        """``options`` are those of the ``torchserve`` command."""
-
-    def environment(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +41,7 @@ class TorchServe(Installed):
         self.pip("install", "--progress-bar", "off", *versions)
 
     def command(self, options: Sequence[str]) -> Sequence[str]:
+        """``options`` are those of the ``torchserve`` command."""
         return [str(self.python), "-m", "ts.model_server", *options]
 
     def environment(self) -> Mapping[str, str]:
@@ -74,15 +61,17 @@ class OurTorchServe:
         return {"MLSERVER_MODEL_EXTRA": json.dumps({"ts": "shim"})}
 
 
-def write_mar(path: Path, handler: str, values: Mapping[str, Any]) -> Path:
-    """Writes the archive of a file of ``handlers``; ``values`` become the key ``handler`` of its model-config.yaml."""
+PredictionServer = TorchServe | OurTorchServe  # of TorchServe's paths
+
+
+def write_mar(path: Path, handler: str, values: Mapping[str, Any]) -> None:
+    """The archive of a file of ``handlers``; ``values`` are the key ``handler`` of its model-config.yaml."""
     model = {"modelName": MODEL, "modelVersion": "1.0", "handler": "handler.py", "configFile": "model-config.yaml"}
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(HANDLERS / f"{handler}.py", "handler.py")
         archive.writestr("model-config.yaml", json.dumps({"handler": dict(values)}))  # JSON is YAML
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-    return path
 
 
 @contextmanager
@@ -118,11 +107,7 @@ def serving(
     environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", "LOG_LOCATION": str(folder), **server.environment()}
     log = folder / "server.log"
     with running(command, environment, log, folder) as process:
-        end = time.monotonic() + _READY_S
-        while not _ready(f"{_HOST}:{management}/models/{MODEL}", config["minWorkers"]):
-            if process.poll() is not None or time.monotonic() > end:
-                raise StartFailed(f"{server.name} is not ready: {log.read_text(errors='replace')[-1500:]}")
-            time.sleep(0.1)
+        wait_until_ready(process, lambda: _ready(f"{_HOST}:{management}/models/{MODEL}", config["minWorkers"]), log)
         yield f"{_HOST}:{port}/predictions/{MODEL}", process.pid
 
 

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ import httpx
 import yaml
 
 from benchmarks.process import running
+from benchmarks.servers import answering, wait_until_ready
 from tests import plain_http
 from tests.server.harness import HOST, free_ports
 from tests.torchserve.beside.store import Stored
@@ -71,7 +71,7 @@ def torchserve(
             if tokens:
                 wait_until(lambda: _key(Path(own)), "TorchServe's key_file.json", _START_S)
             addresses = _addresses(ports["inference"], ports["management"], ports["grpc_inference"], _key(Path(own)))
-            wait_until(lambda: _all_ready(process, log, addresses, models), "TorchServe's workers", _START_S)
+            wait_until_ready(process, lambda: _all_ready(addresses, models), log)
             yield addresses
 
 
@@ -105,8 +105,7 @@ def configure(
     return path, ports
 
 
-def _all_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses, models: Sequence[Stored]) -> bool:
-    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+def _all_ready(addresses: Addresses, models: Sequence[Stored]) -> bool:
     for each in models:
         path = f"{addresses.management}/models/{each.name}/{each.version}"
         with suppress(httpx.TransportError):  # not listening yet
@@ -146,12 +145,5 @@ def ours(
         log = Path(place, "server.log")
         with running(command, {**os.environ, **own, **(environment or {})}, log, Path(place)) as process:
             addresses = _addresses(http_port, management, grpc_inference, token)
-            wait_until(lambda: _is_ready(process, log, addresses), "our server", _START_S)
+            wait_until_ready(process, lambda: answering(http_port, "/v2/health/ready") == 200, log)
             yield addresses
-
-
-def _is_ready(process: subprocess.Popen[bytes], log: Path, addresses: Addresses) -> bool:
-    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-    with suppress(httpx.TransportError):
-        return plain_http.get(f"{addresses.inference}/v2/health/ready", timeout=10).status_code == 200
-    return False
