@@ -1,5 +1,5 @@
-"""Manages two objects that are stored with the parts: the manifest, and the lease of the only command that writes
-parts.
+"""Manages two objects that are stored with the parts: the manifest, and the lease that ensures that only one command
+writes parts.
 
 Even without the lease, no part would be written twice. The lease prevents a second command from inferring rows whose
 results it could not write.

@@ -92,7 +92,8 @@ def done_name(lane: int, lanes: int) -> str:
 
 
 def kind_of(key: str, default: Kind | None) -> Kind:
-    """Returns ``default`` unless it is None, else the kind for the key's ending. An unknown ending means bytes."""
+    """Returns ``default`` if it is given, otherwise the kind that belongs to the key's ending. An unknown ending means
+    bytes."""
     if default is not None:
         return default
     lower = key.lower()

@@ -12,7 +12,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row
 
 @dataclass
 class Distribution:
-    """The count, sum, minimum and maximum of whole numbers, as in a distribution of Beam."""
+    """The count, sum, minimum and maximum of whole numbers, like Apache Beam's distribution metric."""
 
     count: int = 0
     sum: int = 0

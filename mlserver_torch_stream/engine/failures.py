@@ -52,8 +52,8 @@ def log_failure(what: str, error: Exception) -> GenerationFailed:
 def drop_tracebacks(error: BaseException) -> None:
     """Removes the tracebacks of an error and of the errors that led to it.
 
-    The frames of a traceback refer to sequences. If a frame also refers to the error, there is a reference cycle, which
-    keeps the sequences alive until the next garbage collection.
+    The frames of a traceback hold references to sequences and so keep them alive. If a frame also refers to the error,
+    there is a reference cycle, which keeps the sequences alive until the next garbage collection.
     """
     chain = [error]
     for each in chain:

@@ -127,7 +127,7 @@ def check_batching(
     expected: ExpectedLogits | None = None,
     page_size: int = CPU_PAGE_SIZE,
 ) -> SelfCheckResult:
-    """Returns the first form of batches that reproduces the model's logits.
+    """Returns the first batch layout that reproduces the model's logits.
 
     Each form is tried with chunks of prompts, then with whole prompts. ``room`` is passed to ``far_lengths``. Raises
     LoadFailed as ``BatchedLogits`` does.

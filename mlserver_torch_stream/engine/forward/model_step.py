@@ -34,7 +34,7 @@ Positions = Callable[[torch.device], torch.Tensor]
 
 
 class SeenTokens(int):
-    """The number of cached tokens that a model sees before a packed row: the largest number of any sequence.
+    """How many cached tokens a model sees before a packed row: the maximum over the row's sequences.
 
     Some models, such as Llama 4, compute positions by adding this number to the indices of the row's tokens. This class
     changes the addition so that the result is the correct position of each token.
@@ -358,7 +358,7 @@ class ModelStep:
         return keys.masked_fill_(hidden, 0), values.masked_fill_(hidden, 0)
 
     def _shown(self, group: int, tensors: BatchTensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slots ``[rows, positions]`` of the positions that a group returns, and a mask of the padding."""
+        """Returns the slots ``[rows, positions]`` whose outputs a group returns, and a mask of the padding."""
         shown, _ = self._columns(self._pages.groups[group].span)
         oldest = [self._pages.groups[group].oldest_seen(each.start) for each in self.batch.sequences]
         first = torch.tensor(oldest, device=tensors.positions.device)[:, None]  # older pages are given back

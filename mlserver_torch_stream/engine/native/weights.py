@@ -68,9 +68,9 @@ class Packer:
 class GroupedMatrix:
     """One matrix of a projection, made of stacked ``parts`` such as queries, keys and values.
 
-    Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, says for each output of the panels which
-    of the stacked rows it is. ``interleaved`` means that the parts are the gates and the ups of an MLP, and that each
-    panel has 16 rows of both.
+    Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, maps each output of the panels to the
+    stacked row that it belongs to. ``interleaved`` means that the parts are the gates and the ups of an MLP, and that
+    each panel has 16 rows of both.
     """
 
     def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:

@@ -247,7 +247,8 @@ class ContinuousBatcher(Batcher):
             TokenMatcher.start_masks(matchers, self._mask_worker)
 
     def _complete(self, step: _StepInFlight, forward: Callable[[], Logits]) -> dict[SequenceState, int]:
-        """Samples the tokens of a step without making their text. Releases the sequences that a token id has ended.
+        """Samples the tokens of a step without making their text. Releases the sequences that ended because they
+        produced a stop token.
 
         Returns, for each sequence with new tokens, the number of tokens that it had before the step.
         """

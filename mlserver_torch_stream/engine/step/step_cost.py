@@ -128,7 +128,8 @@ class StepCost:
 
     @property
     def per_key(self) -> float:
-        """The time that one more key before a prompt token adds, relative to the time of a token without keys."""
+        """How much time each earlier key adds to a prompt token, relative to the time of a token without earlier
+        keys."""
         line = self._keys
         if not line.weight:
             return 0.0

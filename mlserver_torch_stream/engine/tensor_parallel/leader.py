@@ -94,7 +94,7 @@ def _sequence(head: Sequence[int], reader: _Reader) -> BatchSequence:
 
 
 class _Reader:
-    """Reads a list of numbers from the front."""
+    """Returns the numbers of a list in order, a few at a time."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = list(numbers)

@@ -141,7 +141,7 @@ class ReasoningParser:
         return None
 
     def _release(self, char: str) -> None:
-        """Releases the text held back as reasoning, except the last character if a mark may begin with it."""
+        """Returns the held-back text, as reasoning, except its last character if a mark may begin with it."""
         held, self._held = self._held, ""
         if char == END[0]:
             held, self._held = held[:-1], char

@@ -171,7 +171,8 @@ class CallNotation(Protocol):
         """Returns a parser that finds the calls in an answer."""
 
     def spelling(self, template: str) -> CallSpelling | None:
-        """Returns, for a grammar, how a model with this chat template writes calls; None if no grammar can be made."""
+        """Returns the format in which a model with this chat template writes calls, for making a grammar; None if no
+        grammar can be made."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,8 +303,8 @@ class WindowDetokenizer:
 
     The contract of ``Detokenizer`` has one exception: tokenizers with byte fallback can emit, byte by byte, a run of
     bytes that is not UTF-8 or that encodes the replacement character. If all ids were decoded at once, the entire run
-    would be replaced. Here its complete characters have already been returned, and the number of replacement characters
-    can differ.
+    would be replaced. At this point the complete characters have already been returned, and there may be more or fewer
+    replacement characters than in the whole text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], silent: frozenset[int]) -> None:

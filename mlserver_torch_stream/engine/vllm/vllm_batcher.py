@@ -189,7 +189,8 @@ class VllmBatcher(Batcher):
         return False
 
     def busy_seconds(self, began: float, ended: float) -> float:
-        """Returns for how many seconds vLLM had sequences, because vLLM also works between the steps."""
+        """Returns for how many seconds vLLM had sequences. The time in steps would be too short, because vLLM also
+        works between the steps."""
         since, self._busy_since = self._busy_since, ended if self._running else None
         return 0.0 if since is None else ended - since
 

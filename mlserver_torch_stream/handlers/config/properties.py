@@ -165,7 +165,8 @@ def settings_by_version(key: str, value: str) -> Mapping[str, Mapping[str, Mappi
 
 
 def model_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's settings without numbers below 1: for these TorchServe uses its own default."""
+    """Returns a model's settings, leaving out those whose value is below 1; for them TorchServe uses its own
+    default."""
     left_out = {key for key, value in settings.items() if type(value) is int and value < 1}
     return {key: value for key, value in settings.items() if key in KEYS and key not in left_out}
 

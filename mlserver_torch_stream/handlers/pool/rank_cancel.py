@@ -13,9 +13,9 @@ Message = dict[str, Any]
 class RankCancellation:
     """Ends a call early, but only if all ranks have made the same number of sends in each earlier call.
 
-    In such a handler, sends with the same number come from the same place in the code on every rank. So do the sends of
-    a handler that calls ``send_intermediate_predict_response`` on every rank, although only the first rank's pieces
-    reach the client.
+    In such a handler, sends with the same number come from the same place in the code on every rank. The same holds if
+    a handler calls ``send_intermediate_predict_response`` on every rank, although only the first rank's pieces reach
+    the client.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -383,7 +383,8 @@ _DISCONNECTED, _FAILED = 499, 500  # statuses of requests without an answer
 
 
 def count_requests() -> None:
-    """Counts the requests to paths of models in MLServer's metrics ``rest_server_*`` with less work. Called once.
+    """Counts the requests to model paths in MLServer's metrics ``rest_server_*``, more cheaply than MLServer does.
+    Called once.
 
     MLServer's middleware builds the URL of each request and compares the routes' paths a second time to find the label
     ``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on, and
