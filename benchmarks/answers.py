@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``new_tokens`` are wanted exactly: an answer with more or fewer spoils the comparison. The temperature 0 is
-    greedy. ``schema``: of the JSON that the answer is kept to."""
+    """One request. The answer must have exactly ``new_tokens`` tokens, or the comparison is spoiled. A temperature of 0
+    means greedy decoding. ``schema`` is the JSON schema that the answer must match."""
 
     prompt: str
     prompt_tokens: int
@@ -67,7 +67,7 @@ class Answer:
 
 
 class WrongCount(Exception):
-    """A server that generated another number of tokens than it was asked for, or read another prompt."""
+    """Raised if a server generated another number of tokens than it was asked for, or read another prompt."""
 
 
 # A server may add a token of its own to a prompt, such as one that begins every text.
@@ -75,7 +75,7 @@ _PROMPT_SLACK = 1
 
 
 def check(ask: Ask, answer: Answer) -> None:
-    """Raises WrongCount."""
+    """Raises WrongCount if the counts of the answer are not those that were asked for."""
     if answer.new_tokens != ask.new_tokens:
         raise WrongCount(f"{answer.new_tokens} new tokens by the server's own count, {ask.new_tokens} were asked for")
     if abs(answer.prompt_tokens - ask.prompt_tokens) > _PROMPT_SLACK:

@@ -1,4 +1,4 @@
-"""Defines the types that all rooms share: prompts, sampling parameters, requests, token events."""
+"""Defines the types that all parts of this package share: prompts, sampling parameters, requests, token events."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ class SequenceReply:
 
 @dataclass(frozen=True, slots=True)
 class ServerReply:
-    """``sequences`` has at least one entry; ``final`` marks the stream's last event; ``error`` is the error of a failed
-    generation.
+    """One reply, or one event of a stream.
 
-    The counts are those of the whole request; None means that the reply does not have them.
+    ``sequences`` has at least one entry; ``final`` marks the stream's last event; ``error`` is the error of a failed
+    generation. The counts are those of the whole request; None means that the reply does not have them.
     """
 
     sequences: tuple[SequenceReply, ...]
@@ -54,7 +54,10 @@ class ServerReply:
 
 
 def read_reply(body: Mapping[str, Any]) -> ServerReply:
-    """A body that is not a V2 reply raises KeyError, TypeError, ValueError or AttributeError."""
+    """Returns the reply in a decoded JSON body.
+
+    Raises KeyError, TypeError, ValueError or AttributeError if the body is not a V2 reply.
+    """
     parameters = body.get("parameters") or {}
     tensors = {tensor["name"]: tensor for tensor in body.get("outputs", ())}
     columns: dict[str, list[Any]] = {

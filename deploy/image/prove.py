@@ -1,9 +1,9 @@
 """Builds the Dockerfile beside this file with buildah, starts the image of its target for CPUs, and asks for a stream.
 
 As root: ``python -m deploy.image.prove --work FOLDER``. The base is a fresh Debian, in which pip has this machine's
-settings (images.py). The image is then started twice, without a network but for its own, on a file system that is
-read-only but for its volumes: by its entry point as its user, and by KServe's manifest as a user without a name and
-without HOME.
+settings (images.py). The image is then started twice, with only a loopback network and a file system on which
+only its volumes are writable: once with its own entry point and user, and once with the command of KServe's manifest,
+as a user that has no name and no HOME.
 """
 
 from __future__ import annotations

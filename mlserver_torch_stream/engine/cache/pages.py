@@ -139,7 +139,7 @@ class BatchSequence:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The sequences of one step. They are executed in order, before the forward.
+    """The sequences of one step, and the copies that are made, in order, before its forward.
 
     Each of ``copies`` is (group, source page, target page); each of ``state_copies`` is (source slot, target slot).
     """

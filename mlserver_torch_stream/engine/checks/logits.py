@@ -16,8 +16,8 @@ from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.loading.quantised import rounding_dtype
 
 # The oldest positions weigh four times as much as all later ones together, because a window drops the oldest first. So
-# a window that is off by one changes logits by 0.27 and more, and rounding by up to 0.05 (in bfloat16, root mean
-# square).
+# a window that is off by one changes logits by 0.27 and more, whereas rounding changes them by at most 0.05 (in
+# bfloat16, root mean square).
 _HEAVY = 3
 _WEIGHT = 4
 
@@ -116,9 +116,10 @@ _HALF_TOLERANCE = 0.35
 # with transformers (root mean square over a vocabulary: 0.045 and 0.165). A mistake in a layer gives a mean error of
 # 0.5 and more over the check.
 _HALF_MEAN_TOLERANCE = 0.2
-# Activations that are rounded to int8 in blocks, against float32: for SmolLM2 in Q4_1, whose perplexity rises by less
-# than 0.5 %, ten of twenty logits are off by more than 0.35 and one by 0.76 (root mean square: 0.11, one by 0.27). With
-# SmolLM2's weights in int8 or int4, against transformers in bfloat16 with the same weights, one is off by 0.64 or 0.79.
+# For kernels that round activations to int8 in blocks, compared with float32. With SmolLM2 in Q4_1, whose perplexity
+# rises by less than 0.5 %, ten of twenty logits are off by more than 0.35, and at most by 0.76 (root mean square: 0.11,
+# at most 0.27). With its weights in int8 and int4, compared with transformers in bfloat16 with the same weights, the
+# largest errors are 0.64 and 0.79.
 # The kernels' weights are compared with the file's while they are packed, so a wrong scale is found without logits.
 _INT8_TOLERANCE = 1.0
 # In a mixture of experts, rounding alone can send a token to another expert. Its logits then differ by 0.49 (a tiny

@@ -305,7 +305,7 @@ class Worker:
             raise BrokenFrame(f"an unknown message {str(kind)[:50]!r}")
 
     async def _send_outputs(self) -> None:
-        """Sends the outputs since the last call, and the stats of the newest step."""
+        """Sends the new outputs and the stats of the newest step whenever there are any, until it is cancelled."""
         while True:
             await self._steps.news.wait()
             await asyncio.sleep(0)  # the tasks of this step's sequences run first
