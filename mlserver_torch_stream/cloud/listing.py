@@ -1,5 +1,5 @@
-"""Lists the objects of a run: all objects below a URL, those that match a glob, the entries of a manifest, or one
-object.
+"""Lists the objects of a run: all objects below a URL, all objects that match a glob, the entries of a manifest, or a
+single object.
 
 The list is made once and stored with the run's output, so that a resumed run reads the same versions.
 """
@@ -83,7 +83,7 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
 
 
 async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> list[Listed]:
-    """Returns the objects, except those that only represent folders.
+    """Returns the objects without the empty objects that only represent folders.
 
     For a folder, web consoles create an empty object ``name/``. The library lists it as ``name``, even if there is also
     an object ``name``.

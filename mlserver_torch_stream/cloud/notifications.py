@@ -1,4 +1,4 @@
-"""Reads notifications of new objects: those of S3, which MinIO sends too, and CloudEvents of Google and Azure.
+"""Reads notifications of new objects: S3's, which MinIO sends too, and the CloudEvents of Google and Azure.
 
 A notification names objects by bucket and key; ``InputPlace`` says which of these objects belong to a watcher's input.
 """

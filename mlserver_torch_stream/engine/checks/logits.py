@@ -72,7 +72,7 @@ class ExpectedLogits:
         return logits
 
     def _filled(self, sample: Sequence[int], columns: int, repeated: torch.Tensor) -> DynamicCache:
-        """Returns transformers' own cache with repeated keys and values; its states are those of ``sample``."""
+        """Returns transformers' own cache with repeated keys and values, and with the states after ``sample``."""
         key = tuple(sample)
         if key not in self._samples:
             self._samples[key] = DynamicCache(config=self.model.config)

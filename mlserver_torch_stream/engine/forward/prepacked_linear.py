@@ -96,7 +96,7 @@ class _Packed:
         layer.forward = forward
 
     def release(self, model: nn.Module) -> None:
-        """Frees the weights, except those that another module uses, such as a tied embedding. Their shapes stay."""
+        """Frees the weights and keeps their shapes. Weights that other modules use, such as a tied embedding, stay."""
         owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
         for layer, packed in self._taken:
             if owners[id(layer.weight)] == 1:

@@ -1,4 +1,4 @@
-"""Lists the CPU instruction sets for which wheels have compiled kernels, and finds those that this CPU can run.
+"""Lists the CPU instruction sets for which wheels have compiled kernels, and finds the sets that this CPU can run.
 
 This module imports only the standard library, because the build of a wheel uses the file without the package.
 """
