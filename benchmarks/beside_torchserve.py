@@ -38,6 +38,7 @@ from benchmarks.servers import EMBEDDED
 
 _PROMPT_TOKENS = 32
 _CLIENTS, _BATCH_SIZES = (1, 4, 16), (1, 16)
+_ANSWERS = 8  # of a cell, at least
 _WRK = 'wrk.method="POST"\nwrk.body="x"\nwrk.headers["Content-Type"]="application/octet-stream"\n'
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 
@@ -80,10 +81,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
     return text.split(), first, time.perf_counter() - began
 
 
-async def _cell(session: aiohttp.ClientSession, url: str, asked: Sequence[Mapping[str, Any]]) -> tuple[Figures, Any]:
-    """Sends the requests at once. Returns the figures, and the tokens of the first answer."""
-    began = time.perf_counter()
-    answers = await asyncio.gather(*(_ask(session, url, body) for body in asked))
+async def _cell(
+    session: aiohttp.ClientSession, url: str, asked: Sequence[Mapping[str, Any]], clients: int
+) -> tuple[Figures, Any]:
+    """Sends as many requests at once as there are clients. Returns the figures, and the tokens of the first answer."""
+    began, answers = time.perf_counter(), []
+    for at in range(0, len(asked), clients):
+        answers += await asyncio.gather(*(_ask(session, url, body) for body in asked[at : at + clients]))
     seconds = time.perf_counter() - began
     got, wanted = sum(len(ids) for ids, _, _ in answers), sum(body["max_new_tokens"] for body in asked)
     if got != wanted:
@@ -107,12 +111,12 @@ async def _cells(
         for url in urls.values():
             await _ask(session, url, {"prompt": "Warm up.", "max_new_tokens": 4, "stream": True})
         for number, stream, clients in itertools.product(range(options.rounds), (True, False), _CLIENTS):
-            texts = [prompts.text(_PROMPT_TOKENS, clients, index)[0] for index in range(clients)]
+            texts = [prompts.text(_PROMPT_TOKENS, clients, index)[0] for index in range(max(clients, _ANSWERS))]
             asked = [{"prompt": text, "max_new_tokens": options.tokens, "stream": stream} for text in texts]
             name = f"batch {batch}, {clients} clients, {'streamed' if stream else 'whole'}"
             ids = []
             for server in _in_turn(servers, number):
-                figures, tokens = await _cell(session, urls[server.name], asked)
+                figures, tokens = await _cell(session, urls[server.name], asked, clients)
                 found.add(server.name, name, figures)
                 ids.append(tokens)
             if clients == 1 and ids[0] != ids[1]:
