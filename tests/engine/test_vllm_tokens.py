@@ -75,7 +75,7 @@ def test_greedy_answers_are_those_of_vllm_alone(
 def test_two_ranks_give_the_tokens_of_one_and_have_the_defaults_of_vllm_serve(
     models: Callable[[str], Path], alone: Callable[[str], list[list[int]]]
 ) -> None:
-    built = build(models("llama"), tensor_parallel_size=2, max_num_seqs=None)
+    built = build(models("llama"), {"threads": 2}, tensor_parallel_size=2, max_num_seqs=None)
     assert built.engine.info.max_num_seqs == 256  # 128 for each rank on CPUs
     assert _one_by_one(built, _PROMPTS[:5]) == alone("llama")[:5]
 

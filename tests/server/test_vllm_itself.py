@@ -34,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _served(folder: Path) -> Iterator[Server]:
     model = save_tiny("llama", folder / "weights")
     extra = {**SMALL, "vllm": {"enforce_eager": True, "max_num_seqs": 8}, "vllm_python": os.environ[PYTHON]}
-    environment = {"TMPDIR": str(folder)}
+    environment = {"TMPDIR": str(folder), "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(UNLIKELY_S)}
     models = [Model("tiny", str(model), extra=extra)]
     with serve(folder / "models", models, settings=QUIET, environment=environment, ready=False) as server:
         end = time.monotonic() + UNLIKELY_S
@@ -64,7 +64,7 @@ def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(place
         assert list(place.glob("vllm-*"))
         asked = openai.prompt(max_tokens=_TOKENS, ignore_eos=True, stream=True)
         reasons, chunks = [], 0
-        with plain_http.stream("POST", f"{server.url}{openai.TEXT}", json=asked, timeout=60) as response:
+        with plain_http.stream("POST", f"{server.url}{openai.TEXT}", json=asked, timeout=UNLIKELY_S) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
