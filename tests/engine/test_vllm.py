@@ -506,7 +506,8 @@ def test_a_worker_that_says_nonsense_is_ended_with_one_line(
 
 def test_texts_of_a_worker_are_short_and_one_line(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     forged = "\ud800\x1b[2J\nERROR forged " + "x" * 10_000
-    event = generated(start(row=[1, [], "error", None, None, forged, None]), greedy(5))[0]
+    outputs = {"t": "outputs", "of": [[1, [], "error", None, None, forged, None]], "stats": None}
+    event = generated(start(garbage=encode_frame(outputs).hex()), greedy(5))[0]
     assert str(event.error).startswith(r"\ud800\x1b[2J\nERROR forged xxx") and len(str(event.error)) < 3000
     event = generated(start(garbage=encode_frame({"t": "died", "why": forged}).hex()), greedy(5))[0]
     assert r"vLLM's worker has died: \ud800\x1b[2J\nERROR forged xxx" in str(event.error)
@@ -849,6 +850,26 @@ def test_cores_are_divided_among_the_ranks() -> None:
     assert bound_cores([0, 1, 2, 3], 2) == "0,1|2,3"
     assert bound_cores([4, 6], 1) == "4,6"
     assert bound_cores([1], 2) == "nobind"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"tensor_parallel_size": 2}, 2),
+        ({"pipeline_parallel_size": 2}, 2),
+        ({"data_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": None, "data_parallel_size": "2"}, 1),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, 1),
+    ],
+    ids=str,
+)
+def test_each_rank_of_this_machine_has_its_share_of_the_cores(
+    sizes: dict[str, Any], ranks: int, start: Start, tmp_path: Path
+) -> None:
+    environment = tmp_path / "environment"
+    start({"threads": 2}, environment=str(environment), **sizes)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    assert json.loads(environment.read_text())["VLLM_CPU_OMP_THREADS_BIND"] == bound_cores(cores, ranks)
 
 
 def test_a_load_that_is_cancelled_ends_its_worker(start: Start, tmp_path: Path) -> None:

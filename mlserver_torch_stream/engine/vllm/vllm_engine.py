@@ -5,6 +5,7 @@ text.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -169,13 +170,14 @@ def _command(
 ) -> WorkerCommand:
     args = engine_args(settings, location)
     several = args.get("distributed_executor_backend") == "ray" or args.get("nnodes", 1) != 1
-    ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    sizes = [args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data")]
+    ranks = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0  # 0: vLLM refuses the sizes
     return WorkerCommand(
         python,
         StartOrder(args, memory),
         name,
         cores_of_this_process(threads),
-        1 if several or not isinstance(ranks, int) else ranks,
+        1 if several else max(ranks, 1),
         several,
     )
 

@@ -296,12 +296,13 @@ class Worker:
         kind = header.get("t")
         if kind == "add":
             addition = Addition.decode(header, body)
-            if not 1 <= addition.n <= (most := self._llm.vllm_config.scheduler_config.max_num_seqs):
+            most = self._llm.vllm_config.scheduler_config.max_num_seqs
+            if not 1 <= addition.n <= most:
                 raise ValueError(f"n is {addition.n}, not 1 to {most}")
             for index in range(addition.n):
                 self._running[addition.number + index] = asyncio.create_task(self._generate(addition, index))
         elif kind == "abort":
-            for number in header["ids"]:
+            for number in set(header["ids"]):
                 if (task := self._running.pop(number, None)) is not None:
                     task.cancel()
         elif kind in ("load_adapter", "unload_adapter"):
