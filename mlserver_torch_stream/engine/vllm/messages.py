@@ -29,6 +29,7 @@ _MAX_ID = 2**32 - 1
 _SEEDS = 2**63
 _MAX_COUNT = 2**53 - 1  # a larger count would not be exact in a metric
 _MAX_TEXT = 2000  # characters of a text that the other side has written
+_MAX_QUOTE = 100  # characters of the reason why a message is malformed
 _WRONG = (KeyError, TypeError, ValueError, OverflowError)  # what a message with wrong fields raises
 
 
@@ -176,8 +177,11 @@ def _output(
 
 
 def malformed(kind: str, error: Exception) -> BrokenFrame:
-    """Returns the error for a message of this kind that lacks a field or has a field with a wrong value."""
-    return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {in_line(error)}")
+    """Returns the error for a message of this kind that lacks a field or has a field with a wrong value.
+
+    Clients see the error, so it quotes only the beginning of the value.
+    """
+    return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {in_line(error)[:_MAX_QUOTE]}")
 
 
 def in_line(text: object) -> str:
