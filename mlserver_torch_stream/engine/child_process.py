@@ -107,7 +107,12 @@ def _how_it_ended(status: int) -> str:
 
 def how_it_ended(status: int) -> str:
     """Returns a text such as ``was killed by SIGKILL`` for the exit status of a process."""
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was killed by signal {-status}"
 
 
 def die_with(parent: int) -> None:

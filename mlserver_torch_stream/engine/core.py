@@ -75,11 +75,12 @@ class Inbox:
 class EngineCore:
     """An ``Engine`` (see ``engine.api``) over any batcher.
 
-    ``rebuild`` makes a new batcher after an error has ended the engine's thread. Without ``rebuild``, or after too many
-    such errors, the engine stays dead and its thread calls ``on_death``. Each event has at least ``stream_interval``
-    tokens, except the first and the last event of a sequence. ``context`` returns a context manager, within which the
-    thread steps the batcher. ``fair_lock`` is None if no other engine uses the same device. While a step does not
-    return, the watchdog enforces the deadlines of requests; in the end it abandons the thread.
+    ``rebuild`` makes a new batcher after an error has ended the engine's thread; it takes the number of such errors in
+    the last ten minutes. Without ``rebuild``, or after too many such errors, the engine stays dead and its thread calls
+    ``on_death``. Each event has at least ``stream_interval`` tokens, except the first and the last event of a sequence.
+    ``context`` returns a context manager, within which the thread steps the batcher. ``fair_lock`` is None if no other
+    engine uses the same device. While a step does not return, the watchdog enforces the deadlines of requests; in the
+    end it abandons the thread.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class EngineCore:
         stream_interval: int = 1,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         fair_lock: FairLock | None = None,
-        rebuild: Callable[[], Batcher] | None = None,
+        rebuild: Callable[[int], Batcher] | None = None,
         on_death: Callable[[BaseException], None] | None = None,
         name: str = "",
     ) -> None:

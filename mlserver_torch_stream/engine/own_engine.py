@@ -164,7 +164,7 @@ def _start(
     return RunningEngine(engine, codec, summary, lease)
 
 
-def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel) -> Batcher:
+def _rebuild(make: Callable[[], Batcher], prepared: PreparedModel, deaths: int) -> Batcher:
     """Makes a new batcher over the weights in memory. Raises the device's own error if a device is lost."""
     prepared.check_devices()
     return make()

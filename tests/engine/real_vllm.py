@@ -23,7 +23,8 @@ from tests.engine.tiny_models import byte_tokenizer, tiny_model
 
 PYTHON, MODEL = "VLLM_PYTHON", "VLLM_MODEL"
 UNLIKELY_S = 1200.0  # vLLM takes minutes to start
-SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB", "dtype": "float32"}
+# One thread: OpenMP's threads wait for each other, and beside other programs a step of several takes ten times longer.
+SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB", "dtype": "float32", "threads": 1}
 NEEDS_VLLM = [
     pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} does not name an interpreter with vLLM"),
@@ -67,7 +68,8 @@ def vllm_alone(model: Path, prompts: list[list[int]], count: int, place: Path) -
     job, answers = place / "job.json", place / "answers.json"
     job.write_text(json.dumps({"model": str(model), "prompts": prompts, "count": count}))
     command = WorkerCommand(os.environ[PYTHON], StartOrder({}), "alone", cores_of_this_process(os.cpu_count() or 1))
-    environment = {**command.environment(str(place)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    one_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    environment = {**command.environment(str(place)), **one_process}
     program = [os.environ[PYTHON], "-I", _ALONE, job, answers]  # -I: it would find modules of this folder
     subprocess.run(program, env=environment, check=True, timeout=2 * UNLIKELY_S)
     found: list[list[int]] = json.loads(answers.read_text())

@@ -108,7 +108,7 @@ def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedMod
         expected = reference(model, prompt_of(5), 4)
         assert await tokens_of(engine, prompt_of(5), greedy(4)) == expected
 
-    run_with_engine(scenario, model, rebuild=lambda: one_by_one(model))
+    run_with_engine(scenario, model, rebuild=lambda deaths: one_by_one(model))
 
 
 async def settled(engine: EngineCore) -> None:

@@ -176,7 +176,7 @@ def test_an_engine_that_dies_ends_its_streams_and_serves_anew() -> None:
     model = tiny_model()
     expected = reference(model, PROMPT, 5)
     killer = Killer(model)
-    engine = engine_of(batcher_of("batched", model), rebuild=lambda: batcher_of("batched", model))
+    engine = engine_of(batcher_of("batched", model), rebuild=lambda deaths: batcher_of("batched", model))
 
     async def killed() -> None:
         killer.forwards = 20
@@ -207,7 +207,7 @@ def test_the_cache_of_a_dead_batcher_is_free_before_the_next_one_is_made(monkeyp
     killer, batcher = Killer(model), batcher_of("batched", model)
     cache = weakref.ref(batcher._cache)  # type: ignore[attr-defined]
 
-    def rebuild() -> Batcher:
+    def rebuild(deaths: int) -> Batcher:
         left.append(cache())
         return batcher_of("batched", model)
 

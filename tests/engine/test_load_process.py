@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.engine import child_process
-from mlserver_torch_stream.engine.child_process import in_process
+from mlserver_torch_stream.engine.child_process import how_it_ended, in_process
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.process_jobs import (
     die,
@@ -33,6 +33,13 @@ from mlserver_torch_stream.engine.child_process import in_process
 from tests.engine.process_jobs import wait_for_ever
 in_process(wait_for_ever, sys.argv[1])
 """
+
+
+def test_each_status_of_a_process_has_words() -> None:
+    """Most real-time signals have no name."""
+    assert [how_it_ended(status) for status in (3, -9, -40)] == [
+        *("ended with status 3", "was killed by SIGKILL", "was killed by signal 40")
+    ]
 
 
 def test_the_result_comes_back_and_the_log_lines_are_logged_here(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,7 +73,7 @@ def slow_down(built: BuiltEngine) -> None:
 async def kill(engine: EngineCore) -> None:
     """Ends the engine for good: its restart fails as after the loss of a device."""
 
-    def lost() -> Any:
+    def lost(deaths: int) -> Any:
         raise RuntimeError("the device is lost")
 
     engine._replacement = BatcherReplacement(lost)

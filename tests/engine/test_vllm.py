@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -22,6 +23,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.engine.step import batcher
 from mlserver_torch_stream.engine.vllm import vllm_batcher, vllm_engine, worker
 from mlserver_torch_stream.engine.vllm.messages import StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import as_lark
@@ -35,6 +37,7 @@ from mlserver_torch_stream.errors import (
     UnknownModel,
 )
 from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.handlers.frames import encode_frame
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import (
     Constraint,
@@ -373,6 +376,46 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
     run(outlive())
 
 
+@pytest.mark.parametrize(("within", "delays"), [(600.0, ["0.01", "0.02"]), (0.05, ["0.01", "0.01"])])
+def test_a_restart_waits_longer_only_after_several_deaths_in_ten_minutes(
+    within: float,
+    delays: list[str],
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(batcher, "_DEATHS_WITHIN", within)
+    pids = tmp_path / "pids"
+    built = start(descendants=str(pids))
+    monkeypatch.setattr(vllm_engine, "_DELAYS_S", (0.01, 0.02, 9.0))
+
+    async def die_twice() -> None:
+        for _ in delays:
+            os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+            await until(lambda: built.engine.trouble is not None, "the death")
+            await until(lambda: built.engine.trouble is None, "the next worker")
+            await asyncio.sleep(0.1)  # a healthy time
+
+    run(die_twice())
+    lines = [each.getMessage() for each in caplog.records if "is started again in" in each.getMessage()]
+    assert [line.split()[-2] for line in lines] == delays
+
+
+def test_a_shutdown_before_vllm_is_started_again_ends_the_wait(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    built = start(descendants=str(pids))
+    monkeypatch.setattr(vllm_engine, "_DELAYS_S", (3600.0,))
+    os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+    run(until(lambda: built.engine.trouble is not None, "the death"))
+    waiting = {each for each in threading.enumerate() if each.name == "vllm-start"}
+    assert built.give_back()
+    built.shutdown()
+    run(until(lambda: not any(each.is_alive() for each in waiting), "the end of the wait"))
+
+
 def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
     built = start(die_after=1, start_s=0.5)
 
@@ -439,6 +482,9 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
         {"garbage": "00000004000000007b7d7d7d"},  # not JSON
         {"garbage": "00000008000000007b2274223a20317d"},  # a message of kind 1
         {"garbage": "0000001a000000007b2274223a22616e737765726564222c2263616c6c223a7b7d7d"},  # an answer to a call {}
+        {"garbage": encode_frame({"t": "hello", "protocol": 1}).hex()},
+        {"garbage": encode_frame({"t": "ready", "vocab_size": 400}).hex()},
+        {"garbage": encode_frame({"t": "refused", "why": "too late"}).hex()},
         {"row": [1, ["x"], None, None, None, None, None]},
         {"row": [1, [5], "for fun", None, None, None, None]},
         {"row": [1, [5], None, None, [], None, None]},
@@ -455,7 +501,17 @@ def test_a_worker_that_says_nonsense_is_ended_with_one_line(
     assert event.finish_reason is FinishReason.ERROR
     assert "something that is not a message" in str(event.error)
     (line,) = [each for each in caplog.records if "not a message" in each.getMessage()]
-    assert line.exc_info is None
+    assert line.exc_info is None and len(line.getMessage()) < 3000
+
+
+def test_texts_of_a_worker_are_short_and_one_line(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    forged = "\ud800\x1b[2J\nERROR forged " + "x" * 10_000
+    outputs = {"t": "outputs", "of": [[1, [], "error", None, None, forged, None]], "stats": None}
+    event = generated(start(garbage=encode_frame(outputs).hex()), greedy(5))[0]
+    assert str(event.error).startswith(r"\ud800\x1b[2J\nERROR forged xxx") and len(str(event.error)) < 3000
+    event = generated(start(garbage=encode_frame({"t": "died", "why": forged}).hex()), greedy(5))[0]
+    assert r"vLLM's worker has died: \ud800\x1b[2J\nERROR forged xxx" in str(event.error)
+    assert all("\n" not in each.getMessage() and len(each.getMessage()) < 3000 for each in caplog.records)
 
 
 def test_a_message_of_the_worker_that_is_cut_off_ends_it(start: Start) -> None:
@@ -480,10 +536,29 @@ def test_a_row_of_a_sequence_that_is_not_there_is_left_alone(start: Start) -> No
     assert event.token_ids == ()
 
 
-def test_a_worker_of_another_protocol_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WIRE_PROTOCOL", "2")
-    with pytest.raises(LoadFailed, match="a worker of protocol 2, not 1"):
+@pytest.mark.parametrize(
+    ("hello", "why"),
+    [
+        ({"t": "hello", "protocol": 2}, "a worker of protocol 2, not 1"),
+        ({"t": "hello"}, "a worker of protocol None, not 1"),
+        ({"t": "ready"}, "a worker of protocol None, not 1"),
+        ({"t": "hello", "protocol": "1\n" * 10_000}, "a worker of protocol '1"),
+    ],
+    ids=["another", "none", "no hello", "a text"],
+)
+def test_a_worker_of_another_protocol_is_refused(
+    hello: dict[str, Any], why: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIRE_HELLO", json.dumps(hello))
+    with pytest.raises(LoadFailed, match=f"something that is not a message: {why}") as failed:
         start()
+    assert "\n" not in str(failed.value) and len(str(failed.value)) < 3000
+
+
+@pytest.mark.parametrize("ready", [{"max_num_seqs": 0}, {"vocab_size": 1e300}, {"max_model_len": None}], ids=str)
+def test_a_worker_that_is_ready_with_impossible_numbers_fails_the_load(ready: dict[str, Any], start: Start) -> None:
+    with pytest.raises(LoadFailed, match="sent something that is not a message: a malformed 'ready' message: "):
+        start(ready=ready)
 
 
 def test_what_the_worker_refuses_fails_the_load(start: Start) -> None:
@@ -775,6 +850,26 @@ def test_cores_are_divided_among_the_ranks() -> None:
     assert bound_cores([0, 1, 2, 3], 2) == "0,1|2,3"
     assert bound_cores([4, 6], 1) == "4,6"
     assert bound_cores([1], 2) == "nobind"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"tensor_parallel_size": 2}, 2),
+        ({"pipeline_parallel_size": 2}, 2),
+        ({"data_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": None, "data_parallel_size": "2"}, 1),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, 1),
+    ],
+    ids=str,
+)
+def test_each_rank_of_this_machine_has_its_share_of_the_cores(
+    sizes: dict[str, Any], ranks: int, start: Start, tmp_path: Path
+) -> None:
+    environment = tmp_path / "environment"
+    start({"threads": 2}, environment=str(environment), **sizes)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    assert json.loads(environment.read_text())["VLLM_CPU_OMP_THREADS_BIND"] == bound_cores(cores, ranks)
 
 
 def test_a_load_that_is_cancelled_ends_its_worker(start: Start, tmp_path: Path) -> None:

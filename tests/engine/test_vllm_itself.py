@@ -11,6 +11,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ _QUESTION = ChatPrompt(({"role": "user", "content": "What is the capital of Fran
 _LEAK_BYTES = 2**23
 _COMPUTES = "VLLM::Worker"
 _LEAK_BYTES_COMPUTING = 2**24
-_LONG = {"max_model_len": 512, "kv_cache_memory": "256MiB"}
+_LONG = {"max_model_len": 512, "kv_cache_memory": "256MiB", "threads": None}
 
 pytestmark = NEEDS_VLLM
 
@@ -45,6 +46,17 @@ pytestmark = NEEDS_VLLM
 @pytest.fixture(scope="module")
 def built() -> Iterator[BuiltEngine]:
     running = build(smollm2(), _LONG, enable_lora=True, max_lora_rank=8)
+    yield running
+    assert running.give_back()
+    running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BuiltEngine]:
+    """oneDNN caches only 32 kernels here, instead of 1,024."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+        running = build(save_tiny("llama", tmp_path_factory.mktemp("tiny")), {"step_timeout": 15}, max_num_seqs=16)
     yield running
     assert running.give_back()
     running.shutdown()
@@ -213,19 +225,7 @@ def test_a_death_is_told_to_each_of_16_streams_once_and_vllm_starts_again(built:
         assert [event.finish_reason for event in last] == [FinishReason.ERROR]
 
 
-def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tmp_path: Path) -> None:
-    built = build(save_tiny("llama", tmp_path), {"step_timeout": 10})
-    try:
-        (last,) = _strike(built, "VLLM::EngineCore", signal.SIGSTOP, streams=1)
-        assert "has not come back" in str(last[0].error)
-    finally:
-        assert built.give_back()
-        built.shutdown()
-
-
-def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tiny: BuiltEngine) -> None:
     """Memory must not grow, apart from oneDNN's kernels, of which the test lets it cache only 32.
 
     oneDNN caches up to 1,024 kernels, one for each shape of a matrix product, and each new number of tokens in a step
@@ -233,13 +233,11 @@ def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(
     request 3,000: by 69 MiB in the first 300 of these requests and by 3 MiB in the last 300. It grows in the same way
     under vLLM alone. With 32 kernels it grows by 6 MiB in the 1,500 requests after the first 300.
     """
-    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-    built = build(save_tiny("llama", tmp_path), max_num_seqs=16)
 
     async def ask(number: int, free: asyncio.Semaphore) -> None:
         params = SamplingParameters(max_tokens=8, ignore_eos=True)
         async with free:
-            stream = built.engine.submit([EngineRequest(tuple(range(number % 50, 60)), params)])
+            stream = tiny.engine.submit([EngineRequest(tuple(range(number % 50, 60)), params)])
             if number % 3 == 0:
                 await anext(stream)
                 stream.close()
@@ -249,20 +247,16 @@ def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(
     async def ask_all(numbers: range) -> tuple[int, int, int]:
         free = asyncio.Semaphore(32)
         await asyncio.gather(*(ask(number, free) for number in numbers))
-        await until(lambda: built.engine.load == 0, "the end of all")
+        await until(lambda: tiny.engine.load == 0, "the end of all")
         await asyncio.sleep(1)  # vLLM ends the last sequences in its next step
         pids = {os.getpid(), *descendants(os.getpid())}
         computing = set(named(pids, _COMPUTES))
         descriptors = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
         return sum(map(_resident, pids - computing)), sum(map(_resident, computing)), descriptors
 
-    try:
-        before, computing_before, open_before = run(ask_all(range(300)), UNLIKELY_S)
-        after, computing_after, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
-        stats = built.engine.stats()
-    finally:
-        assert built.give_back()
-        built.shutdown()
+    before, computing_before, open_before = run(ask_all(range(300)), UNLIKELY_S)
+    after, computing_after, open_after = run(ask_all(range(300, 1000)), UNLIKELY_S)
+    stats = tiny.engine.stats()
     assert (stats.running_sequences, stats.waiting_requests, stats.kv_cache_bytes) == (0, 0, 0)
     assert stats.cancelled_sequences <= 334
     assert after - before < _LEAK_BYTES
@@ -275,8 +269,21 @@ def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(LoadFailed, match=r"parameters\.extra\.vllm: unknown key 'max_num_seq'; did you mean"):
-        build(smollm2(), max_num_seq=4)
-    with pytest.raises(LoadFailed, match=r"parameters\.extra\.vllm: compilation_config: unknown key 'levl'"):
-        build(smollm2(), compilation_config={"levl": 3})
+def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tiny: BuiltEngine) -> None:
+    (last,) = _strike(tiny, "VLLM::EngineCore", signal.SIGSTOP, streams=1)
+    assert "has not come back" in str(last[0].error)
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+
+    def refusal(wrong: dict[str, Any]) -> str:
+        with pytest.raises(LoadFailed) as failed:
+            build(folder, **wrong)
+        return str(failed.value)
+
+    wrong = [{"max_num_seq": 4}, {"compilation_config": {"levl": 3}}]
+    with ThreadPoolExecutor() as pool:  # each imports vLLM, on a core of its own
+        key, nested = pool.map(refusal, wrong)
+    assert key.startswith("parameters.extra.vllm: unknown key 'max_num_seq'; did you mean")
+    assert nested.startswith("parameters.extra.vllm: compilation_config: unknown key 'levl'")

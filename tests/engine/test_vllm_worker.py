@@ -6,6 +6,7 @@ It runs without vLLM, over an engine that computes nothing.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 import subprocess
@@ -39,16 +40,18 @@ worker.main(int(sys.argv[1]), sys.argv[2])
 """
 _UNLIKELY_S = 30.0
 _START = StartOrder({}).encode()
-_ADD = {"t": "add", "number": 1, "params": {}, "n": 1, "priority": 0, "grammar": None, "bad_words": [], "adapter": None}
+_FIRST = {"t": "start", "protocol": PROTOCOL, "args": {}, "adapters": []}
+_ADD = {"t": "add", "number": 1, "params": {}, "n": 1, "priority": 0, "grammar": None, "bad_words": []}
+_ADD |= {"adapter": None, "salt": None}
 
 
-def _sent(data: bytes, folder: Path, *, cut: bool = False) -> tuple[int, list[str], list[str]]:
+def _sent(data: bytes, folder: Path, *, cut: bool = False, program: str = _PROGRAM) -> tuple[int, list[str], list[str]]:
     """Sends bytes to a worker, and then nothing more; with ``cut``, closes the connection after them.
 
     Returns the worker's exit status, the kinds of its messages, and its lines of output.
     """
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(folder)]
+    command = [sys.executable, "-c", program, str(theirs.fileno()), str(folder)]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True) as worker, ours:
         theirs.close()
         ours.settimeout(_UNLIKELY_S)
@@ -77,14 +80,20 @@ def _raw(header: bytes, body: bytes = b"") -> bytes:
         (encode_frame({"t": "start", "protocol": PROTOCOL + 1}), "a server of protocol 2, not 1"),
         (encode_frame({"t": "start", "protocol": PROTOCOL}), "a malformed 'start' message: KeyError: 'adapters'"),
         (encode_frame({"t": "start", "protocol": PROTOCOL, "adapters": [1]}), "a malformed 'start' message: TypeError"),
+        (encode_frame({**_FIRST, "cpu_kv_cache_bytes": math.inf}), "a malformed 'start' message: OverflowError"),
+        (encode_frame({**_FIRST, "protocol": "1\n" * 10_000}), r"a server of protocol '1\n1\n"),
+        (encode_frame({"t": "add"}), "a server of protocol None, not 1"),
         (struct.pack("!II", MAX_MESSAGE + 1, 0), f"a message of {MAX_MESSAGE + 1} bytes is too large"),
     ],
-    ids=["another version", "without adapters", "a number for an adapter", "too large"],
+    ids=[
+        *("another version", "without adapters", "a number for an adapter", "endless memory"),
+        *("a text for a version", "no start", "too large"),
+    ],
 )
 def test_a_wrong_first_message_ends_the_worker_before_vllm_starts(data: bytes, why: str, tmp_path: Path) -> None:
     status, kinds, lines = _sent(data, tmp_path)
     assert (status, kinds, len(lines)) == (0, ["hello"], 1), lines
-    assert f"the connection to the server broke: {why}" in lines[0]
+    assert f"the connection to the server broke: {why}" in lines[0] and len(lines[0]) < 3000
 
 
 @pytest.mark.parametrize(
@@ -99,12 +108,26 @@ def test_a_wrong_first_message_ends_the_worker_before_vllm_starts(data: bytes, w
         (encode_frame({"t": "abort"}), "a malformed 'abort' message: KeyError: 'ids'"),
         (encode_frame({"t": "load_adapter"}), "a malformed 'load_adapter' message: KeyError: 'call'"),
         (encode_frame({"t": "add"}), "a malformed 'add' message: KeyError: 'number'"),
-        (encode_frame({**_ADD, "salt": None}, b"123"), "a malformed 'add' message: ValueError: "),
-        (encode_frame({**_ADD, "salt": None, "n": "1"}), "a malformed 'add' message: TypeError"),
+        (encode_frame(_ADD, b"123"), "a malformed 'add' message: ValueError: "),
+        (encode_frame({**_ADD, "n": "1"}), "a malformed 'add' message: TypeError"),
+        (encode_frame({**_ADD, "n": 9}), "a malformed 'add' message: ValueError: n is 9, not 1 to 8"),
+        (encode_frame({**_ADD, "n": -1}), "a malformed 'add' message: ValueError: n is -1"),
+        (encode_frame({**_ADD, "priority": "1"}), "a malformed 'add' message: TypeError: priority is '1'"),
+        (encode_frame({**_ADD, "params": [1]}), "a malformed 'add' message: TypeError: params is [1]"),
+        (encode_frame({**_ADD, "bad_words": [["a"]]}), "a malformed 'add' message: ValueError: 'a' is not"),
+        (encode_frame({"t": "abort", "ids": [[1]]}), "a malformed 'abort' message: TypeError"),
+        (encode_frame({"t": {"\n": 1}}), "an unknown message "),
+        (_raw(b'{"t": "abort", "ids": [' + b"9" * 5000 + b"]}"), "the header is not JSON"),
+        (_raw(b""), "the header is not JSON"),
+        (_raw(b'{"t": "\xff"}'), "the header is not JSON"),
+        (_START, "an unknown message 'start'"),
     ],
     ids=[
         *("a header too large", "a body too large", "no JSON", "too deep", "a list", "an unknown kind"),
         *("an abort of nothing", "a call without a number", "an empty request", "part of an id", "a text for a number"),
+        *("too many answers", "fewer than no answers", "a text for a priority", "a list of parameters"),
+        *("a letter for an id", "a list for a number", "an object for a kind", "a long integer"),
+        *("an empty header", "no UTF-8", "a second start"),
     ],
 )
 def test_a_wrong_message_ends_a_worker_that_serves(data: bytes, why: str, tmp_path: Path) -> None:
@@ -121,6 +144,13 @@ def test_a_wrong_message_ends_a_worker_that_serves(data: bytes, why: str, tmp_pa
 def test_a_message_that_is_cut_off_ends_the_worker_in_silence(data: bytes, kinds: list[str], tmp_path: Path) -> None:
     """This happens if the server was killed while it wrote; nobody reads the worker's output then."""
     assert _sent(data, tmp_path, cut=True) == (0, kinds, [])
+
+
+def test_a_worker_that_fails_ends_although_vllm_waits_at_the_exit(tmp_path: Path) -> None:
+    broken = "import atexit, time\natexit.register(time.sleep, 3600)\nworker.Worker.run = None\nworker.main("
+    status, kinds, lines = _sent(_START, tmp_path, program=_PROGRAM.replace("worker.main(", broken))
+    assert (status, kinds) == (1, ["hello", "ready"])
+    assert lines[-1] == "TypeError: 'NoneType' object is not callable"
 
 
 def test_a_request_goes_through_the_wire_as_it_was() -> None:

@@ -138,7 +138,7 @@ def running(
     context: int = CONTEXT,
     fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
-    rebuild: Callable[[], Batcher] | None = None,
+    rebuild: Callable[[int], Batcher] | None = None,
     stream_interval: int = 1,
     **more: Any,
 ) -> Iterator[EngineCore]:

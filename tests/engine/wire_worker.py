@@ -192,7 +192,7 @@ class _Worker:
 def main(descriptor: int, folder: str) -> None:
     connection = socket.socket(fileno=descriptor)
     worker = _Worker(connection, {}, folder)
-    worker._send({"t": "hello", "protocol": int(os.environ.get("WIRE_PROTOCOL", 1)), "vllm": "0.32.0"})
+    worker._send(json.loads(os.environ.get("WIRE_HELLO", '{"t": "hello", "protocol": 1, "vllm": "0.32.0"}')))
     order = None
     while order is None:
         data = connection.recv(1 << 16)
@@ -223,6 +223,7 @@ def main(descriptor: int, folder: str) -> None:
         "kv_cache_tokens": 8 * CONTEXT,
         "kv_cache_bytes": 8 * CONTEXT * 1024,
         "device": "cpu, float32",
+        **worker.args.get("ready", {}),
     }
     worker._send(ready)
     with contextlib.suppress(ConnectionError):

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mlserver_torch_stream.handlers.worker.subreaper import shared_memory
 from tests import plain_http
 from tests.engine.real_vllm import NEEDS_VLLM, PYTHON, SMALL, UNLIKELY_S, descendants, save_tiny
 from tests.server import openai
@@ -20,7 +21,7 @@ from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, get_ready, serve
 
 pytestmark = NEEDS_VLLM
-_LEFT_S = 60.0
+_LEFT_S = 120.0
 _TOKENS = 200
 
 
@@ -34,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _served(folder: Path) -> Iterator[Server]:
     model = save_tiny("llama", folder / "weights")
     extra = {**SMALL, "vllm": {"enforce_eager": True, "max_num_seqs": 8}, "vllm_python": os.environ[PYTHON]}
-    environment = {"TMPDIR": str(folder)}
+    environment = {"TMPDIR": str(folder), "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(UNLIKELY_S)}
     models = [Model("tiny", str(model), extra=extra)]
     with serve(folder / "models", models, settings=QUIET, environment=environment, ready=False) as server:
         end = time.monotonic() + UNLIKELY_S
@@ -51,20 +52,30 @@ def _ready(server: Server) -> bool:
         return False
 
 
-def _nothing_is_left(pids: set[int], folder: Path) -> None:
+def _files_of_vllm(server: Server, folder: Path) -> set[Path]:
+    """The processes below the server, their shared memory, and the worker's folder."""
+    pids = descendants(server.process.pid)
+    assert len(pids) >= 3  # the subreaper, the worker, its engine core
+    shared = shared_memory(server.process.pid)
+    assert shared
+    folders = list(folder.glob("vllm-*"))
+    assert folders
+    return {*(Path(f"/proc/{pid}") for pid in pids), *(Path("/dev/shm", name) for name in shared), *folders}
+
+
+def _end_of(files: set[Path]) -> None:
     end = time.monotonic() + _LEFT_S
-    while [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists()] or list(folder.glob("vllm-*")):
-        assert time.monotonic() < end, "a process of vLLM or its folder is left"
+    while left := [file for file in files if file.exists()]:
+        assert time.monotonic() < end, left
         time.sleep(0.1)
 
 
 def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(place: Path) -> None:
     with _served(place) as server:
-        pids = descendants(server.process.pid)
-        assert list(place.glob("vllm-*"))
+        files = _files_of_vllm(server, place)
         asked = openai.prompt(max_tokens=_TOKENS, ignore_eos=True, stream=True)
         reasons, chunks = [], 0
-        with plain_http.stream("POST", f"{server.url}{openai.TEXT}", json=asked, timeout=60) as response:
+        with plain_http.stream("POST", f"{server.url}{openai.TEXT}", json=asked, timeout=UNLIKELY_S) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -74,12 +85,11 @@ def test_a_sigterm_in_mid_stream_lets_the_stream_end_and_leaves_no_process(place
                 reasons += [choice["finish_reason"] for choice in json.loads(line[6:])["choices"]]
         assert reasons[-1] == "length"
         assert server.process.wait(_LEFT_S) == 0
-        _nothing_is_left(pids, place)
+        _end_of(files)
 
 
 def test_nothing_of_vllm_outlives_a_server_that_is_killed(place: Path) -> None:
     with _served(place) as server:
-        pids = descendants(server.process.pid)
-        assert len(pids) >= 3  # the subreaper, the worker, its engine core
+        files = _files_of_vllm(server, place)
         server.process.kill()
-        _nothing_is_left(pids, place)
+        _end_of(files)

@@ -110,10 +110,10 @@ class Batcher(ABC):
 class BatcherReplacement:
     """Makes new batchers with ``rebuild`` for an engine whose thread has died.
 
-    If ``rebuild`` is None, no batcher is made.
+    ``rebuild`` takes the number of deaths in the last ten minutes. If it is None, no batcher is made.
     """
 
-    def __init__(self, rebuild: Callable[[], Batcher] | None) -> None:
+    def __init__(self, rebuild: Callable[[int], Batcher] | None) -> None:
         self._rebuild = rebuild
         self._deaths: list[float] = []
 
@@ -125,7 +125,7 @@ class BatcherReplacement:
     def make(self) -> Batcher | None:
         """Returns a new batcher; None if it cannot be made."""
         try:
-            return None if self._rebuild is None else self._rebuild()
+            return None if self._rebuild is None else self._rebuild(len(self._deaths))
         except Exception:
             logger.exception("the engine could not be restarted")
             return None

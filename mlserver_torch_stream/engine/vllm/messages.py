@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from mlserver_torch_stream.handlers.frames import BrokenFrame, encode_frame
+from mlserver_torch_stream.log_text import log_text
 
 PROTOCOL = 1
 MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
@@ -24,7 +25,12 @@ VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can 
 PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
 REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
 _IDS = "I"
+_MAX_ID = 2**32 - 1
 _SEEDS = 2**63
+_MAX_COUNT = 2**53 - 1  # a larger count would not be exact in a metric
+_MAX_TEXT = 2000  # characters of a text that the other side has written
+_MAX_QUOTE = 100  # characters of the reason why a message is malformed
+_WRONG = (KeyError, TypeError, ValueError, OverflowError)  # what a message with wrong fields raises
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,29 @@ class Addition:
 
     @classmethod
     def decode(cls, header: Mapping[str, Any], body: bytes) -> Addition:
-        """Raises BrokenFrame, KeyError, TypeError or ValueError if the message is malformed."""
-        ids = array(_IDS)
-        ids.frombytes(body)
-        return cls(prompt=ids.tolist(), **{name: header[name] for name in _ADDITION})
+        """Raises BrokenFrame if the message is malformed."""
+        try:
+            for name, kind in _ADDITION.items():
+                if not isinstance(header[name], kind):
+                    raise TypeError(f"{name} is {header[name]!r}")
+            words = [[_id(token_id) for token_id in word] for word in header["bad_words"]]
+            ids = array(_IDS)
+            ids.frombytes(body)
+        except _WRONG as error:
+            raise malformed("add", error) from None
+        return cls(prompt=ids.tolist(), **{**{name: header[name] for name in _ADDITION}, "bad_words": words})
 
 
-_ADDITION = tuple(each.name for each in fields(Addition) if each.name != "prompt")
+_ADDITION: Mapping[str, Any] = {
+    "number": int,
+    "params": dict,
+    "n": int,
+    "priority": int,
+    "grammar": str | None,
+    "bad_words": list,
+    "adapter": int | None,
+    "salt": str | None,
+}
 
 
 class Logprobs(NamedTuple):
@@ -127,40 +149,65 @@ def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats
     try:
         outputs = [_output(*row) for row in header["of"]]
         stats = header["stats"]
-        return outputs, None if stats is None else WorkerStats(**{name: _number(stats[name]) for name in STATS})
-    except (KeyError, TypeError, ValueError) as error:
+        return outputs, None if stats is None else _stats(stats)
+    except _WRONG as error:
         raise malformed("outputs", error) from None
+
+
+def _stats(given: Mapping[str, Any]) -> WorkerStats:
+    counts = {name: _count(given[name]) for name in STATS if name != "kv_usage"}
+    usage = float(given["kv_usage"])
+    if not math.isfinite(usage):
+        raise ValueError(f"kv_usage is {usage!r}")
+    return WorkerStats(**counts, kv_usage=min(max(usage, 0.0), 1.0))
 
 
 def _output(
     number: int, token_ids: list[int], reason: str | None, cached: int | None, logprobs: Any, error: Any, field: Any
 ) -> Output:
-    if not all(type(token_id) is int for token_id in token_ids) or type(number) is not int:
-        raise ValueError("ids are integers")
+    ids = [_id(token_id) for token_id in token_ids]
     if reason is not None and reason not in REASONS:
         raise ValueError(f"unknown reason {reason!r}")
-    if cached is not None and type(cached) is not int:
-        raise ValueError("a count is an integer")
     if logprobs is not None:
-        logprobs = [Logprobs(float(own), [(int(at), float(value)) for at, value in top]) for own, top in logprobs]
-        if len(logprobs) != len(token_ids):
+        logprobs = [Logprobs(_logprob(own), [(_id(at), _logprob(value)) for at, value in top]) for own, top in logprobs]
+        if len(logprobs) != len(ids):
             raise ValueError("each token has its log-probability")
-    return Output(number, token_ids, reason, cached, logprobs, _text(error), _text(field))
+    found = None if cached is None else _count(cached)
+    return Output(_count(number), ids, reason, found, logprobs, _text(error), _text(field))
 
 
 def malformed(kind: str, error: Exception) -> BrokenFrame:
-    """Returns the error for a message of this kind that lacks a field or has a field of the wrong type."""
-    return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {error}")
+    """Returns the error for a message of this kind that lacks a field or has a field with a wrong value.
+
+    Clients see the error, so it quotes only the beginning of the value.
+    """
+    return BrokenFrame(f"a malformed {kind!r} message: {type(error).__name__}: {in_line(error)[:_MAX_QUOTE]}")
+
+
+def in_line(text: object) -> str:
+    """Returns a text that the other side has written, or that quotes it, as one line of bounded length."""
+    return log_text(str(text)[:_MAX_TEXT])
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+    return None if value is None else in_line(value)
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no number")
+def _count(value: Any, least: int = 0, most: int = _MAX_COUNT) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r} is not an integer from {least} to {most}")
     return value
+
+
+def _id(value: Any) -> int:
+    return _count(value, most=_MAX_ID)
+
+
+def _logprob(value: Any) -> float:
+    """vLLM's value for an impossible token is minus infinity. Logits of a broken model can make it NaN."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no log-probability")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -181,13 +228,13 @@ class Ready:
     @classmethod
     def of(cls, header: Mapping[str, Any], vllm: str) -> Ready:
         try:
-            numbers = {name: int(_number(header[name])) for name in _READY}
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            numbers = {name: _count(header[name], least) for name, least in _READY.items()}
+        except _WRONG as error:
             raise malformed("ready", error) from None
-        return cls(**numbers, device=str(header.get("device", "")), vllm=vllm)
+        return cls(**numbers, device=in_line(header.get("device", "")), vllm=vllm)
 
 
-_READY = ("vocab_size", "max_model_len", "max_num_seqs", "kv_cache_tokens", "kv_cache_bytes")
+_READY = {"vocab_size": 1, "max_model_len": 1, "max_num_seqs": 1, "kv_cache_tokens": 0, "kv_cache_bytes": 0}  # at least
 
 
 @dataclass(frozen=True)
@@ -233,5 +280,5 @@ class StartOrder:
         try:
             adapters = [Adapter(**each) for each in header["adapters"]]
             return cls(dict(header["args"]), int(header["cpu_kv_cache_bytes"]), adapters)
-        except (KeyError, TypeError, ValueError) as error:
+        except _WRONG as error:
             raise malformed("start", error) from None

@@ -84,9 +84,11 @@ class VllmBatcher(Batcher):
         self._unloads: queue.SimpleQueue[_Unload] = queue.SimpleQueue()  # posted by the event loop
         self._leaving: list[_Unload] = []  # adapters that streams may still use
 
-    def begin(self) -> None:
-        """Starts a worker. Blocks until the worker is ready, for at most an hour. Raises LoadFailed."""
-        if self._closing.is_set():  # the engine was closed while this thread waited
+    def begin(self, delay: float = 0.0) -> None:
+        """Starts a worker after ``delay`` seconds. Blocks until the worker is ready, for at most an hour. Raises
+        LoadFailed.
+        """
+        if self._closing.wait(delay):
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
         try:
@@ -101,13 +103,13 @@ class VllmBatcher(Batcher):
         self._worker, self.trouble = process, None
         process.listen(self._wake)
 
-    def begin_in_thread(self) -> None:
-        """Starts a worker, and wakes the engine's thread when the worker is ready or has failed."""
-        threading.Thread(target=self._begin, name="vllm-start", daemon=True).start()
+    def begin_in_thread(self, delay: float) -> None:
+        """As ``begin``, but wakes the engine's thread when the worker is ready or has failed."""
+        threading.Thread(target=self._begin, args=(delay,), name="vllm-start", daemon=True).start()
 
-    def _begin(self) -> None:
+    def _begin(self, delay: float) -> None:
         try:
-            self.begin()
+            self.begin(delay)
         except BaseException as error:
             self._failure = error
         self._wake()

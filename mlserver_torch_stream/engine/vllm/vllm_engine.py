@@ -5,8 +5,8 @@ text.
 from __future__ import annotations
 
 import logging
+import math
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ _CONVERT = (
 )
 _VLLM = "vllm"  # the name of the attention, which vLLM chooses itself
 _GUIDANCE = "guidance"  # vLLM's backend of structured output that reads the grammars of this package
-_DELAYS_S = (1.0, 5.0, 20.0)  # before the first restarts, and from the last on
+_DELAYS_S = (1.0, 5.0, 20.0)  # before a restart after one death of the last ten minutes, after two, after more
 
 
 def run_vllm(
@@ -123,7 +123,6 @@ class _Workers:
         self._writer: SamplingWriter
         self._ready: Ready  # the first worker's
         self._worker: VllmProcess | None = None
-        self._restarts = 0
 
     def first(self, codec: TextCodec, rules: GenerationRules) -> tuple[VllmBatcher, Ready]:
         worker = self._start()
@@ -138,22 +137,20 @@ class _Workers:
         self._batcher.begin()
         return self._batcher, self._ready
 
-    def next(self) -> VllmBatcher:
-        """Starts the next worker in the background. Each restart waits longer than the previous one, up to a limit."""
-        delay = _DELAYS_S[min(self._restarts, len(_DELAYS_S) - 1)]
-        self._restarts += 1
-        self._batcher = self._new_batcher(lambda: self._start(delay))
-        self._batcher.begin_in_thread()
+    def next(self, deaths: int) -> VllmBatcher:
+        """Starts the next worker in the background. The more ``deaths`` there were lately, the later it starts."""
+        delay = _DELAYS_S[min(deaths, len(_DELAYS_S)) - 1]
+        logger.warning("%s is started again in %g s", self._command.name, delay)
+        self._batcher = self._new_batcher(self._start)
+        self._batcher.begin_in_thread(delay)
         return self._batcher
 
     def _new_batcher(self, start: Callable[[], VllmProcess]) -> VllmBatcher:
         return VllmBatcher(start, self._writer, self._ready, lambda: self.adapters.numbers)
 
-    def _start(self, delay: float = 0.0) -> VllmProcess:
+    def _start(self) -> VllmProcess:
         if self._worker is not None:
             self._worker.wait()
-            logger.warning("%s is started again in %g s", self._command.name, delay)
-            time.sleep(delay)
         order = replace(self._command.order, adapters=self.adapters.loaded)
         self._worker = VllmProcess(replace(self._command, order=order))
         return self._worker
@@ -173,13 +170,14 @@ def _command(
 ) -> WorkerCommand:
     args = engine_args(settings, location)
     several = args.get("distributed_executor_backend") == "ray" or args.get("nnodes", 1) != 1
-    ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    sizes = [args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data")]
+    ranks = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0  # 0: vLLM refuses the sizes
     return WorkerCommand(
         python,
         StartOrder(args, memory),
         name,
         cores_of_this_process(threads),
-        1 if several or not isinstance(ranks, int) else ranks,
+        1 if several else max(ranks, 1),
         several,
     )
 

@@ -31,6 +31,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     StartOrder,
     WorkerStats,
     decode_outputs,
+    in_line,
 )
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader
@@ -242,21 +243,23 @@ class VllmProcess:
         try:
             why = self._receive_all(order)
         except Exception as error:  # includes the errors that a message with wrong types or a second ``ready`` raises
-            why = f"sent something that is not a message: {error}"
+            why = f"sent something that is not a message: {in_line(error)}"
         finally:
             self._end(why)
 
     def _receive_all(self, order: StartOrder) -> str | None:
         """Reads messages until the connection ends. Returns the worker's reason for ending, if it has sent one."""
         reader = FrameReader(self._connection, MAX_MESSAGE)
-        vllm = ""
+        if (first := reader.read()) is None:
+            return None
+        vllm = _checked_hello(first[0])
+        self.send(order.encode())
         while (frame := reader.read()) is not None:
             header = frame[0]
             kind = header.get("t")
-            if kind == "hello":
-                vllm = _checked_hello(header)
-                self.send(order.encode())
-            elif kind == "ready":
+            if kind in ("ready", "refused") and self.ready.done():
+                raise BrokenFrame(f"a second answer to the start: {kind!r}")
+            if kind == "ready":
                 self.ready.set_result(Ready.of(header, vllm))
             elif kind == "refused":
                 self.ready.set_exception(_refusal(header))
@@ -265,7 +268,7 @@ class VllmProcess:
             elif kind == "answered":
                 self._answer(header)
             elif kind == "died":
-                return f"has died: {str(header.get('why'))[:500]}"
+                return f"has died: {in_line(header.get('why'))}"
             else:
                 raise BrokenFrame(f"an unknown message {str(kind)[:50]!r}")
             self._wake()
@@ -279,7 +282,7 @@ class VllmProcess:
         if header.get("error") is None:
             answer.set_result(None)
         else:
-            answer.set_exception(LoadFailed(str(header["error"])))
+            answer.set_exception(LoadFailed(in_line(header["error"])))
 
     def _end(self, why: str | None) -> None:
         """Ends the worker and all its descendants, and wakes all waiting callers."""
@@ -323,15 +326,15 @@ def _program(descriptor: int, own: str) -> str:
 
 
 def _checked_hello(header: Mapping[str, Any]) -> str:
-    if header.get("protocol") != PROTOCOL:
+    if header.get("t") != "hello" or header.get("protocol") != PROTOCOL:
         raise BrokenFrame(f"a worker of protocol {header.get('protocol')!r}, not {PROTOCOL}")
-    return str(header.get("vllm", ""))
+    return in_line(header.get("vllm", ""))
 
 
 def _refusal(header: Mapping[str, Any]) -> LoadFailed:
     if header.get("field") is not None:
-        return LoadFailed(f"parameters.extra.vllm: {header.get('why')}")
-    return LoadFailed(f"vLLM: {header.get('why')}; the log has vLLM's own output above")
+        return LoadFailed(f"parameters.extra.vllm: {in_line(header.get('why'))}")
+    return LoadFailed(f"vLLM: {in_line(header.get('why'))}; the log has vLLM's own output above")
 
 
 def cores_of_this_process(count: int) -> list[int]:

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     StartOrder,
     WorkerStats,
     encode_outputs,
+    in_line,
     malformed,
 )
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, encode_frame
@@ -46,17 +48,20 @@ def main(descriptor: int, folder: str) -> None:
     """Serves the connection until the server closes it. ``folder`` is the worker's own folder for temporary files."""
     connection = socket.socket(fileno=descriptor)
     connection.sendall(encode_frame({"t": "hello", "protocol": PROTOCOL, "vllm": _version()}))
-    reader = FrameReader(connection, MAX_MESSAGE)
+    reader, status = FrameReader(connection, MAX_MESSAGE), 0
     try:
         first = reader.read()
         if first is not None:
             asyncio.run(_serve(connection, reader, StartOrder.decode(first[0]), Path(folder)))
     except (BrokenFrame, ConnectionError) as error:
-        print(f"the connection to the server broke: {error}", file=sys.stderr, flush=True)
+        print(f"the connection to the server broke: {in_line(error)}", file=sys.stderr, flush=True)
+    except Exception:
+        traceback.print_exc()
+        status = 1
     # vLLM's own exit handlers wait for processes that the parent of this one ends anyway.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _python() -> tuple[int, int]:
@@ -109,7 +114,7 @@ def _read(reader: FrameReader, loop: asyncio.AbstractEventLoop, frames: asyncio.
     try:
         while (frame := reader.read()) is not None:
             loop.call_soon_threadsafe(frames.put_nowait, frame)
-    except (BrokenFrame, OSError) as error:
+    except Exception as error:
         last = error
     loop.call_soon_threadsafe(frames.put_nowait, last)
 
@@ -291,10 +296,13 @@ class Worker:
         kind = header.get("t")
         if kind == "add":
             addition = Addition.decode(header, body)
+            most = self._llm.vllm_config.scheduler_config.max_num_seqs
+            if not 1 <= addition.n <= most:
+                raise ValueError(f"n is {addition.n}, not 1 to {most}")
             for index in range(addition.n):
                 self._running[addition.number + index] = asyncio.create_task(self._generate(addition, index))
         elif kind == "abort":
-            for number in header["ids"]:
+            for number in set(header["ids"]):
                 if (task := self._running.pop(number, None)) is not None:
                     task.cancel()
         elif kind in ("load_adapter", "unload_adapter"):
