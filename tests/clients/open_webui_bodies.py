@@ -18,7 +18,7 @@ _SPEC = {
     "description": "Looks at a place.",
     "parameters": {
         "type": "object",
-        "properties": {"place": {"type": "string", "description": "where to look"}},
+        "properties": {"place": {"type": "string", "enum": ["home", "work"], "description": "where to look"}},
         "required": ["place"],
     },
 }
@@ -31,6 +31,12 @@ _PARAMETERS: dict[str, Any] = {
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"place": "home"}'}}
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "no"}
 _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+
+# A body whose answer is a call. Open WebUI sends no tool_choice: it is here because a random model calls nothing.
+FORCED: dict[str, Any] = {
+    **_STREAMED, "messages": [_QUESTION], "tools": _TOOLS, "max_tokens": 200, "tool_choice": "required",
+    "parallel_tool_calls": False,
+}  # fmt: skip
 
 CHATS: dict[str, dict[str, Any]] = {
     "a chat": {**_STREAMED, "messages": [{"role": "system", "content": "Be brief."}, _QUESTION], **_PARAMETERS},
