@@ -32,6 +32,15 @@ _CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "argum
 _RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "no"}
 _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
+# A body whose answer is a call that ends. Open WebUI sends neither tool_choice nor additionalProperties; a random model
+# calls nothing by itself, and would add arguments without end.
+_PLACES = {"place": {"type": "string", "enum": ["home", "work"]}}
+_ENDS = {"type": "object", "properties": _PLACES, "required": ["place"], "additionalProperties": False}
+FORCED: dict[str, Any] = {
+    **_STREAMED, "messages": [_QUESTION], "max_tokens": 200, "tool_choice": "required", "parallel_tool_calls": False,
+    "tools": [{"type": "function", "function": {**_SPEC, "parameters": _ENDS}}],
+}  # fmt: skip
+
 CHATS: dict[str, dict[str, Any]] = {
     "a chat": {**_STREAMED, "messages": [{"role": "system", "content": "Be brief."}, _QUESTION], **_PARAMETERS},
     "a chat with tools": {**_STREAMED, "messages": [_QUESTION], "tools": _TOOLS, "max_tokens": 12},

@@ -17,7 +17,7 @@ import pytest
 from tests import plain_http
 from tests.clients.environments import make_environment, make_node_environment
 from tests.clients.forced_calls import CALLS, anthropic_call, forced_calls, responses_call
-from tests.clients.open_webui_bodies import CHATS, RESPONSES
+from tests.clients.open_webui_bodies import CHATS, FORCED, RESPONSES
 from tests.clients.test_clients import TOOL_TEMPLATE
 from tests.server.conftest import QUIET
 from tests.server.harness import HOST, Model, Server, free_ports, serve
@@ -140,6 +140,26 @@ def test_the_chats_of_open_webui(name: str, server: Server) -> None:
     assert any(piece.get("content") or piece.get("tool_calls") for piece in pieces)
     assert choices[-1]["finish_reason"] in ("length", "stop", "tool_calls")
     assert events[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_a_tool_loop_of_open_webui(server: Server) -> None:
+    messages = FORCED["messages"]
+    for turn in range(3):
+        call = _joined_call(_answer(server, "/v1/chat/completions", {**FORCED, "messages": messages}))
+        assert json.loads(call["function"]["arguments"])["place"] in ("home", "work")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": f"no, turn {turn}"}
+        messages = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    last = {**CHATS["the result of a tool"], "messages": messages}
+    assert _answer(server, "/v1/chat/completions", last)[-1]["usage"]["completion_tokens"] > 0
+
+
+def _joined_call(events: list[Any]) -> dict[str, Any]:
+    """Returns the only call of a stream."""
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    pieces = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    arguments = "".join(piece["function"]["arguments"] for piece in pieces)
+    function = {**pieces[0]["function"], "arguments": arguments}
+    return {"id": pieces[0]["id"], "type": "function", "function": function}
 
 
 def test_the_responses_of_open_webui(server: Server) -> None:

@@ -248,8 +248,8 @@ def parameters(url: str) -> None:
         "ModelResponseRequest": (response_create_params.ResponseCreateParams, Responses, of_responses),
     }
     extensions = {
-        "add_special_tokens", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
-        "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens", "model_version", "priority",
+        "add_special_tokens", "bad_words", "cache_salt", "guided_choice", "guided_grammar", "guided_json",
+        "guided_regex", "ignore_eos", "include_stop_str_in_output", "min_p", "min_tokens", "model_version", "priority",
         "repetition_penalty", "skip_special_tokens", "stop_token_ids", "structured_outputs", "timeout", "top_k",
         "typical_p",
     }  # fmt: skip

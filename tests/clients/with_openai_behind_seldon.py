@@ -6,6 +6,7 @@ Knows nothing of the server beyond what ``features`` says.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -58,6 +59,22 @@ def stream_helper(url: str) -> None:
     assert {"content.delta", "content.done", "logprobs.content.delta", "logprobs.content.done"} <= kinds, kinds
     whole = _completions(url, "infer", "tiny").create(model="tiny", messages=QUESTION, n=2, **_ENDS)
     assert [each.message.content for each in answer.choices] == [each.message.content for each in whole.choices]
+
+
+@feature("chat")
+def tool_loop(url: str) -> None:
+    """Three turns, in which the client's own messages are sent back."""
+    schema = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
+    function = {"name": "look", "parameters": {**schema, "additionalProperties": False}}
+    forced: dict[str, Any] = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    asked = {**forced, "parallel_tool_calls": False, "max_tokens": 200, "temperature": 1.0, "extra_body": {}}
+    messages: list[Any] = [*QUESTION]
+    for turn in range(3):
+        message = _once(url, messages=messages, **asked).choices[0].message
+        (call,) = message.tool_calls
+        assert json.loads(call.function.arguments)["far"] in (True, False)
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": f"no, turn {turn}"}]
+    assert _once(url, messages=messages).choices[0].message.content
 
 
 @feature("log-probabilities")
