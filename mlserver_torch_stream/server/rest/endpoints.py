@@ -428,8 +428,8 @@ def _counting(original: _Call) -> _Call:
 
 def _choose(scope: Scope) -> tuple[SelectiveRoute, Scope] | None:
     """Returns the route that takes the request, and what it adds to the scope; None if the path is not of a model."""
-    router = scope["app"].router
-    for route in _routes_by_part(router).alike(router.routes, scope["path"]):
+    app = scope["app"]
+    for route in _routes_by_part(app).alike(app.router.routes, scope["path"]):
         match, child = route.matches(scope)
         if match is Match.FULL:
             return (route, child) if isinstance(route, SelectiveRoute) and route.of_models else None
@@ -437,7 +437,7 @@ def _choose(scope: Scope) -> tuple[SelectiveRoute, Scope] | None:
 
 
 class _RoutesByPart:
-    """The routes of a router, by the first part of their paths: of dozens of routes, few are compared with a path."""
+    """The routes of an app, by the first part of their paths: of dozens of routes, few are compared with a path."""
 
     def __init__(self) -> None:
         self._routes: list[Any] = []
@@ -464,7 +464,7 @@ def _first_part(path: str) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def _routes_by_part(router: Any) -> _RoutesByPart:
+def _routes_by_part(app: Any) -> _RoutesByPart:
     return _RoutesByPart()
 
 
