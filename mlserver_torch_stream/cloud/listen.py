@@ -199,12 +199,12 @@ class EventListener:
             raise EventRefused(415, f"{_BATCHED}: batches are not implemented; send each event by itself")
         value = _json(body) if body else None
         try:
+            if kind == _STRUCTURED:
+                return read_cloud_event(value, _data(value)) if isinstance(value, dict) else None
             if "ce-specversion" in request.headers:
                 names = [name for name in request.headers if name.lower().startswith("ce-")]
                 attributes = {name.lower().removeprefix("ce-"): unquote(request.headers[name]) for name in names}
                 return read_cloud_event(attributes, value)
-            if kind == _STRUCTURED:
-                return read_cloud_event(value, _data(value)) if isinstance(value, dict) else None
         except ValueError as error:
             raise EventRefused(400, str(error)) from None
         if isinstance(value, dict) and "TopicArn" in value:

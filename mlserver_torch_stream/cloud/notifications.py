@@ -38,11 +38,13 @@ class InputPlace:
     def keys(self, created: Sequence[Created]) -> list[str] | None:
         """Returns the matching keys, relative to the prefix and without duplicates; None if an object is outside this
         place.
+
+        An object whose key ends with a slash, or is the prefix itself, only represents a folder, and is left out.
         """
         if not all(self._holds(each) for each in created):
             return None
         keys = dict.fromkeys(each.key.removeprefix(self.prefix) for each in created)
-        return [key for key in keys if self.pattern.fullmatch(key)]
+        return [key for key in keys if key and not key.endswith("/") and self.pattern.fullmatch(key)]
 
     def _holds(self, created: Created) -> bool:
         key = created.key

@@ -79,12 +79,19 @@ def parse_row(index: int, key: str, number: int, line: bytes | None, fallback: s
     return Row(index, key, number, custom_id, body=body, size=len(line or b""))
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_STRICT = json.JSONDecoder(parse_constant=_refuse_constant)  # Python's json also reads NaN and Infinity
+
+
 def parse_object(line: bytes | None) -> dict[str, Any]:
     """Returns the JSON object of a line. Raises ValueError."""
     if line is None:
         raise ValueError(f"is longer than {MAX_LINE_BYTES} bytes")
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = _STRICT.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte {error.start}") from None
     except RecursionError:

@@ -129,13 +129,14 @@ class Record:
         self.size = 0
 
     def add(self, line: bytes) -> bool:
-        """Adds a line. Returns True if the record ends with this line. Raises ValueError if a quote is in a wrong
-        place.
+        """Adds a line. Returns True if the record ends with this line. Raises ValueError if a quote or a carriage
+        return is in a wrong place.
         """
         self.size += len(line) + 1
         text = line.removesuffix(b"\r")
         if not self._open and (not self._quote or self._quote not in text):
             self.fields = text.split(self._delimiter)
+            _refuse_return(text)
             return True
         at, begins = 0, not self._open
         while True:
@@ -150,7 +151,9 @@ class Record:
                 if at < len(text) and not text.startswith(self._delimiter, at):
                     raise ValueError("a quoted field has text after its last quote")
             end = text.find(self._delimiter, at)
-            self._cell += text[at:] if end < 0 else text[at:end]
+            plain = text[at:] if end < 0 else text[at:end]
+            _refuse_return(plain)
+            self._cell += plain
             self.fields.append(bytes(self._cell))
             self._cell.clear()
             if end < 0:
@@ -167,6 +170,14 @@ class Record:
             at = end + 2
         self._cell += text[at:]
         return -1
+
+
+def _refuse_return(text: bytes) -> None:
+    """Raises ValueError for a carriage return, which would hide the end of a record: tables of old Macs end lines
+    with it.
+    """
+    if b"\r" in text:
+        raise ValueError("has a carriage return outside of quotes; a line must end with a line feed")
 
 
 class RowReader:
@@ -241,6 +252,8 @@ class RowReader:
 
     def _line(self, number: int, line: bytes | None) -> Iterator[Row]:
         if number == 1 and line is not None:
+            if self._text is None and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise TableBroken("begins with the byte order mark of UTF-16; give --encoding utf-16")
             line = line.removeprefix(codecs.BOM_UTF8)
         if self._kind is not Kind.JSONL:
             yield from self._record_line(number, line)

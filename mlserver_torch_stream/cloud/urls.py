@@ -102,7 +102,7 @@ def redirected(url: URL, location: str) -> URL:
     """
     try:
         target = url.join(_web_url(location))
-        own = target.scheme == url.scheme == "http" and target.origin() == url.origin()
+        own = target.scheme == url.scheme == "http" and (target.host, target.port) == (url.host, url.port)
         allowed = bool(target.host) and target.user is None and target.password is None
         place = f"{target.scheme}://{target.host}"
     except ValueError:

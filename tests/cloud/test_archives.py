@@ -146,6 +146,27 @@ def test_tables_of_any_encoding(encoding: str) -> None:
     assert [row.data.decode() for row in found] == [text[0]]
 
 
+@pytest.mark.parametrize("name", ["x.csv", "x.jsonl"])
+def test_a_table_in_utf16_is_refused_if_its_encoding_is_not_given(name: str) -> None:
+    (row,) = _read("1,x\n2,y\n".encode("utf-16"), name, Tables((Column(2),), data=True))
+    assert row.failure is not None and row.failure.code == "invalid_table" and "--encoding" in row.failure.message
+
+
+def test_a_line_that_ends_with_a_carriage_return_alone_hides_no_record() -> None:
+    found = _read(b'1,a\r2,b\n3,"c\rd"\r\n4,"e"\r5,f\n', "x.csv", Tables((Column(2),), data=True))
+    assert [row.data for row in found if row.failure is None] == [b"c\rd"]
+    assert [row.line for row in found if row.failure and "carriage return" in row.failure.message] == [1]
+    assert [row.line for row in found if row.failure] == [1, 3]
+    (row,) = _read(b"n,text\r1,a\r", "x.csv", Tables((Column("text"),), data=True))
+    assert row.failure is not None and row.failure.code == "invalid_table"
+
+
+def test_numbers_that_json_lacks_fail_their_row() -> None:
+    found = _read(b'{"a": NaN}\n{"a": 1}\n{"a": -Infinity}\n', "x.jsonl", Tables((Column("a"),), data=True))
+    assert [row.failure is None for row in found] == [False, True, False]
+    assert found[2].failure is not None and "-Infinity is not a JSON value" in found[2].failure.message
+
+
 def test_a_byte_of_no_character_fails_its_record() -> None:
     found = _read(b"\x81\na\n", "x.csv", Tables((Column(1),), encoding="cp1252", data=True))
     assert [row.failure is None for row in found] == [False, True]

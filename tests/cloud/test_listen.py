@@ -26,7 +26,7 @@ from cryptography.x509.oid import NameOID
 
 from mlserver_torch_stream.cloud.listen import MAX_EVENT_BYTES, EventListener
 from mlserver_torch_stream.cloud.naming import glob_pattern
-from mlserver_torch_stream.cloud.notifications import InputPlace
+from mlserver_torch_stream.cloud.notifications import Created, InputPlace
 from mlserver_torch_stream.cloud.rows import RunRefused
 from mlserver_torch_stream.cloud.sns import SnsVerifier
 from mlserver_torch_stream.cloud.store import Store
@@ -160,6 +160,7 @@ async def _recorded(records: Store) -> list[list[str]]:
         ({"kind": "storage#object"}, _binary(_GOOGLE), ["a b.txt"]),
         (b"", _binary(_GOOGLE), ["a b.txt"]),
         (_AZURE, _STRUCTURED, ["c.txt"]),
+        (_AZURE, {**_STRUCTURED, "ce-specversion": "1.0"}, ["c.txt"]),
         (_AZURE["data"], _binary(_AZURE), ["c.txt"]),
         ({**_GOOGLE, "type": "google.cloud.storage.object.v1.deleted"}, _STRUCTURED, []),
         ({**_GOOGLE, "type": "com.example.s3", "data": _s3("in/e.txt")}, _STRUCTURED, ["e.txt"]),
@@ -225,6 +226,11 @@ def test_an_event_that_is_refused_is_counted_and_leaves_nothing(
             assert found.listener.metrics.as_dict()["refused_events"] == 1
 
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
+
+
+def test_events_about_folders_name_no_object() -> None:
+    place = InputPlace.of_url("s3://b/in", glob_pattern("**"))
+    assert place.keys([Created("b", key) for key in ("in/", "in/folder/", "in/a")]) == ["a"]
 
 
 def test_a_sender_that_leaves_before_its_event_has_come_is_counted_and_logs_no_traceback(

@@ -257,6 +257,7 @@ def test_lines_that_name_no_object_are_refused(line: str, named: str) -> None:
     ("url", "location", "target"),
     [
         ("http://a/x?s=1", "/y?t=2", "http://a/y?t=2"),
+        ("http://a/x", "http://a:80/y", "http://a/y"),
         ("http://a/x", "https://b/y%2Fz#part", "https://b/y%2Fz"),
         ("https://a/x", "https://b:444/y", "https://b:444/y"),
         ("http://a/x", "http://b/y", None),

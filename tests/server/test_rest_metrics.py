@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from starlette_exporter import PrometheusMiddleware
@@ -103,13 +104,44 @@ def test_the_route_of_a_model_is_found_once() -> None:
     app = Starlette(routes=[Found("/models/{name}/{status}", _Answer(), ["POST"])])
     app.router.middleware_stack = pass_to_chosen(app.router.middleware_stack)
     app.add_middleware(_Counting, app_name="x", prefix="once")
-    scope = {"type": "http", "method": "POST", "path": "/models/a/200", "root_path": "", "scheme": "http"}
-
-    async def act() -> None:
-        async def nothing(*_: Any) -> Any:
-            return {"type": "http.disconnect"}
-
-        await app({**scope, "headers": [], "query_string": b"", "server": ("h", 80)}, nothing, nothing)
-
-    asyncio.run(act())
+    _ask(app, "/models/a/200")
     assert asked == 1
+
+
+def _ask(app: Starlette, path: str) -> list[Any]:
+    """Posts a request of a browser, and returns the messages of the answer."""
+    sent: list[Any] = []
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "scheme": "http"}
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"origin", b"http://page")]
+    asyncio.run(app({**scope, "headers": headers, "query_string": b"", "server": ("h", 80)}, receive, send))
+    return sent
+
+
+def test_a_middleware_between_the_metrics_and_the_routes_still_changes_the_answer() -> None:
+    app = Starlette(routes=[_Models("/models/{name}/{status}", _Answer(), ["POST"])])
+    app.router.middleware_stack = pass_to_chosen(app.router.middleware_stack)
+    app.add_middleware(CORSMiddleware, allow_origins=["*"])
+    app.add_middleware(_Counting, app_name="x", prefix="between")
+    assert (b"access-control-allow-origin", b"*") in _ask(app, "/models/a/200")[0]["headers"]
+
+
+def test_a_route_is_found_by_the_first_part_of_its_path_also_if_it_is_added_later() -> None:
+    app = Starlette(routes=[_Models("/{kind}/{name}/{status}", _Answer(), ["POST"]), Route("/models", _Answer())])
+    app.add_middleware(_Counting, app_name="x", prefix="later")
+    app.router.middleware_stack = pass_to_chosen(app.router.middleware_stack)
+    assert _ask(app, "/models/a/201")[0]["status"] == 201
+
+    class Later(_Answer):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await super().__call__({**scope, "path_params": {"status": "202"}}, receive, send)
+
+    app.router.routes.insert(0, _Models("/models/{name}/{status}", Later(), ["POST"]))
+    assert _ask(app, "/models/a/201")[0]["status"] == 202
+    assert _ask(app, "/other/a/201")[0]["status"] == 201

@@ -55,8 +55,9 @@ def handle(data, context):
     if text == "late":
         send(["first"], context.request_ids, "ok", 200, context)
         raise ValueError("after the first piece")
-    if text in ("206 at first", "503 at last"):
-        first, last = (206, 202) if text == "206 at first" else (200, 503)
+    statuses = {"206 at first": (206, 202), "204 at first": (204, 202), "503 at last": (200, 503)}
+    if text in statuses:
+        first, last = statuses[text]
         for number, status in enumerate((first, 299)):
             context.set_response_status(status, "Own", 0)
             send([f"piece {number}"], context.request_ids, "ok", 200, context)

@@ -167,6 +167,14 @@ def test_the_status_of_a_stream_is_that_of_its_first_response(server: Server) ->
     assert _chunks(server, "predictions/echo", b"503 at last")[1] == [b"piece 0", b"piece 1", b"the end"]
 
 
+def test_a_stream_whose_status_allows_no_body_has_none_and_the_connection_stays(server: Server) -> None:
+    with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as client:
+        url = f"{server.url}/predictions/echo"
+        empty = client.post(url, content=b"204 at first")
+        assert (empty.status_code, empty.content) == (204, b"") and "transfer-encoding" not in empty.headers
+        assert client.post(url, content=b"created").status_code == 201
+
+
 @pytest.mark.parametrize(
     ("code", "status"), [(429, 429), (404, 404), (507, 507), (206, 503), (302, 503), (0, 503), (999, 503)]
 )

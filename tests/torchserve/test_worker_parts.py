@@ -162,6 +162,15 @@ def test_the_deprecated_place_of_the_sender_works_and_says_so(call: _Call) -> No
     assert [value for _, value, _ in call.heard()] == [b"a", b"b"]
 
 
+@pytest.mark.parametrize("code", ["500", None, 500.0])
+def test_a_code_that_is_no_integer_is_the_handlers_error(call: _Call, code: Any) -> None:
+    """The server would not understand it."""
+    from ts.handler_utils.utils import send_intermediate_predict_response
+
+    with pytest.raises(TypeError, match="integer"):
+        send_intermediate_predict_response(["a", "b"], call.context.request_ids, "no", code, call.context)
+
+
 def test_headers_and_content_types_travel_with_a_piece_and_the_marker_does_not(call: _Call) -> None:
     call.context.set_response_content_type(0, "text/plain")
     call.context.set_response_header(0, "x-a", "b")

@@ -118,11 +118,11 @@ class PieceStream:
         self.over = False  # True: no more pieces are delivered
         self.queued_s: float | None = None  # seconds from the request's arrival to its first start in a worker
         self.drained: Callable[[], None] | None = None  # called once when the reader no longer lags
-        self._closed = closed
+        self._closed: Callable[[], None] | None = closed
         self._pieces: deque[ResponsePiece] = deque()
         self._bytes = 0
         self._error: RequestError | None = None
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the reader
 
     def put(self, piece: ResponsePiece) -> None:
         """Adds a piece for the reader; does nothing if the stream is over."""
@@ -130,7 +130,7 @@ class PieceStream:
             self._pieces.append(piece)
             self._bytes += len(piece.value)
             self.over = piece.last
-            self._changed.set()
+            self._wake()
 
     @property
     def failed(self) -> bool:
@@ -155,7 +155,7 @@ class PieceStream:
         if not self.over:
             self.over = True
             self._error = error
-            self._changed.set()
+            self._wake()
             self._call_drained()  # pieces that arrive from now on are dropped
 
     def close(self) -> None:
@@ -163,8 +163,10 @@ class PieceStream:
         task.
         """
         self.over = True
-        self._closed()
-        self._changed.set()
+        closed, self._closed = self._closed, None  # it refers to the job, which refers to this stream
+        if closed is not None:
+            closed()
+        self._wake()
         self._call_drained()
 
     def __aiter__(self) -> PieceStream:
@@ -177,13 +179,17 @@ class PieceStream:
                 raise self._error
             if self.over:
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         piece = self._pieces.popleft()
         self._bytes -= len(piece.value)
         if not self.lags:
             self._call_drained()
         return piece
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _call_drained(self) -> None:
         drained, self.drained = self.drained, None

@@ -25,7 +25,7 @@ JSON = "application/json"
 _TEXT = "text/plain"
 _CONTENT_TYPES = {"str": _TEXT, "base64": "", "np": "", "raw": ""}  # MLServer's content type -> the MIME type
 # Parameters for the server, which do not become headers of the handler's request.
-_NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream"}
+_NO_HEADERS = {"timeout", "headers", "content_type", "binary_data_output", "stream", *SEQUENCE_PARAMETERS}
 _MICROSECONDS = 1_000_000
 
 
@@ -61,12 +61,11 @@ def read_parts(
     headers = {str(name).lower(): str(text) for name, text in headers.items()}
     sequence_id = _sequence(parameters, headers, config)
     ends = headers.get(sequence_header("sequence_end"), "").lower() == "true"
-    unnamed = _NO_HEADERS | set(SEQUENCE_PARAMETERS)
-    own = {name: _header_text(value) for name, value in parameters.items() if name not in unnamed}
+    headers.update((name, _header_text(value)) for name, value in parameters.items() if name not in _NO_HEADERS)
     return HandlerRequest(
         request_id,
         parts,
-        {**headers, **own},
+        headers,
         sequence_id,
         bool(parameters.get("sequence_end", ends)),
         _timeout(parameters.get("timeout"), config),

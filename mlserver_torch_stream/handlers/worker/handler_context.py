@@ -6,6 +6,7 @@ This module imports ``ts``, the package or the shim, so import it after ``provid
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 import struct
@@ -135,12 +136,12 @@ class HandlerContext(Context):  # type: ignore[misc]
         """Sends a piece of each request's answer. If a value cannot be sent, only its request fails.
 
         ``ret`` holds the values by the request's index, as a list or a dict; with None each piece reports an error.
-        Raises ClientsLeft if all clients have disconnected.
+        Raises ClientsLeft if all clients have disconnected, and TypeError if ``code`` is not an integer.
         """
         if os.getenv("LOCAL_RANK", "0") != "0":  # other ranks send nothing, but a call may end at their sends too
             self.cl_socket.send(None)
             return
-        response = Response(code, message, [])
+        response = Response(operator.index(code), message, [])
         for index, request_id in req_id_map.items():
             if isinstance(ret, dict) and index not in ret:
                 continue

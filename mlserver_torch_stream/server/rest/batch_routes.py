@@ -34,12 +34,12 @@ from mlserver_torch_stream.server.request import as_refusal
 from mlserver_torch_stream.server.rest.connection import (
     ClientLeft,
     UnknownCoding,
+    WatchedConnection,
     abort,
     as_length,
     notice_lag_early,
     parse_object,
     read_body,
-    watched,
 )
 from mlserver_torch_stream.server.rest.forms import FormEvent, FormReader, PartBegan, PartEnded
 from mlserver_torch_stream.server.rest.sse import ChunkStream
@@ -277,7 +277,7 @@ class _Download(Response):
         notice_lag_early(scope)
         stalled = partial(self._stalled, scope)
         chunks = ChunkStream(send, stalled_after=self._stalled_after, stalled=stalled, headers=self.raw_headers)
-        async with aclosing(self._rest), watched(receive, self._leave), chunks:
+        async with aclosing(self._rest), WatchedConnection(receive, self._leave), chunks:
             try:
                 piece: bytes | None = self._first
                 while piece is not None and not self._left:

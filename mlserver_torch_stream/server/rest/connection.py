@@ -13,8 +13,8 @@ import math
 import re
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -91,26 +91,28 @@ def _set_option(transport: Any, level: int, option: int, value: int | bytes) -> 
             connection.setsockopt(level, option, value)
 
 
-@asynccontextmanager
-async def watched(receive: Receive, left: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls ``left`` once if the client disconnects during the ``with`` block. The request's body must have been read.
+class WatchedConnection:
+    """Calls ``left`` once if the client disconnects during the ``async with`` block. The request's body must have been
+    read.
 
     A task watches the connection. It starts only after ``_UNWATCHED_S`` seconds, so that short replies do not need it.
     """
-    watcher: asyncio.Task[None] | None = None
 
-    def begin() -> None:
-        nonlocal watcher
-        watcher = asyncio.create_task(_watch(receive, left))
+    def __init__(self, receive: Receive, left: Callable[[], None]) -> None:
+        self._receive, self._left = receive, left
+        self._watcher: asyncio.Task[None] | None = None
 
-    timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, begin)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if watcher is not None:
-            watcher.cancel()
-            await asyncio.wait((watcher,))
+    async def __aenter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._begin)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait((self._watcher,))
+
+    def _begin(self) -> None:
+        self._watcher = asyncio.create_task(_watch(self._receive, self._left))
 
 
 async def _watch(receive: Receive, left: Callable[[], None]) -> None:
@@ -264,7 +266,13 @@ class _Parser:
 
     def __init__(self, protocol: Http1) -> None:
         self._protocol = protocol
-        self._parser: httptools.HttpRequestParser = protocol.parser
+        self._use(protocol.parser)
+
+    def _use(self, parser: httptools.HttpRequestParser) -> None:
+        """Makes this parser's methods our own; they are called several times for each request."""
+        self._parser = parser
+        self.get_http_version, self.get_method = parser.get_http_version, parser.get_method
+        self.should_keep_alive, self.should_upgrade = parser.should_keep_alive, parser.should_upgrade
 
     def feed_data(self, data: bytes) -> None:
         while data:
@@ -275,12 +283,9 @@ class _Parser:
                 if not self._protocol.declines():
                     raise
                 head, data = self._protocol.plain_head(), data[upgrade.args[0] :]
-            self._parser = httptools.HttpRequestParser(self._protocol)
+            self._use(httptools.HttpRequestParser(self._protocol))
             self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             self._parser.feed_data(head)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._parser, name)
 
 
 JSON_LENGTH = "inference-header-content-length"
@@ -306,9 +311,7 @@ class ClientLeft(Exception):
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
     """Reads and decompresses a request's body of at most ``most_bytes``. Raises RequestError or ClientLeft."""
-    headers = Headers(scope=scope)
-    _refuse_declared_size(headers, most_bytes)
-    body = _decoder(headers, most_bytes)
+    body = _decoder(scope["headers"], most_bytes)
     more = True
     while more:
         message = await receive()
@@ -349,17 +352,19 @@ def parse_json(raw: bytes) -> Any:
     return named("body", parse_bounded, raw)
 
 
-def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
-    """Raises an error if ``Content-Length`` is too large, before a client that waits for ``100 Continue`` sends the
-    body.
+def _decoder(headers: EncodedHeaders, most_bytes: int) -> _Plain:
+    """Returns the reader of a body with these headers. Raises an error if ``Content-Length`` is too large, before a
+    client that waits for ``100 Continue`` sends the body.
     """
-    declared = as_length(headers.get("content-length", ""))
-    if declared is not None and declared > most_bytes:
-        raise _too_large(most_bytes)
-
-
-def _decoder(headers: Headers, most_bytes: int) -> _Plain:
-    coding = ", ".join(headers.getlist("content-encoding")).strip().lower() or "identity"
+    codings = []
+    for name, value in headers:
+        if name == b"content-encoding":
+            codings.append(value.decode("latin-1"))
+        elif name == b"content-length":
+            declared = as_length(value.decode("latin-1"))
+            if declared is not None and declared > most_bytes:
+                raise _too_large(most_bytes)
+    coding = ", ".join(codings).strip().lower() or "identity"
     if coding not in _CODINGS:
         raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented, only gzip")
     return _Plain(most_bytes) if coding == "identity" else _Gzip(most_bytes)

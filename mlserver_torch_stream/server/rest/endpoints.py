@@ -11,7 +11,6 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from mlserver.registry import MultiModelRegistry
 from mlserver.types import InferenceResponse
 from mlserver.utils import extract_headers
 from starlette.datastructures import Headers
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request as StarletteRequest
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,6 +41,7 @@ from mlserver_torch_stream.server.rest.connection import (
     JSON_LENGTH,
     ClientLeft,
     EncodedHeaders,
+    WatchedConnection,
     abort,
     notice_lag_early,
     parse_object,
@@ -49,7 +50,6 @@ from mlserver_torch_stream.server.rest.connection import (
     send_refusal,
     send_whole,
     split_binary,
-    watched,
 )
 from mlserver_torch_stream.server.rest.sse import EventStream
 from mlserver_torch_stream.server.status import as_headers
@@ -137,9 +137,9 @@ class HttpRequest(Request[R], ABC):
         """Reads the body, decompressed. Raises RequestError or ClientLeft."""
         return await read_body(self._scope, self._receive, self._options.max_body_bytes)
 
-    def watched(self) -> AbstractAsyncContextManager[None]:
+    def watched(self) -> WatchedConnection:
         """Closes the reply if the client disconnects during the ``with`` block."""
-        return watched(self._receive, self.leave)
+        return WatchedConnection(self._receive, self.leave)
 
     def give_up(self) -> None:
         """Closes the connection of a client that reads nothing."""
@@ -414,30 +414,61 @@ def _counting(original: _Call) -> _Call:
         if chosen is None:
             await original(middleware, scope, receive, send)
             return
-        scope[_CHOSEN] = chosen
-        await _counted(middleware, chosen[0].path, scope, receive, send)
+        route, child = chosen
+        answering = middleware.app
+        if isinstance(answering, ExceptionMiddleware):  # our routes raise nothing that it would answer
+            scope.update(child)
+            answering = route.handle
+        else:  # for example the middleware of CORS, which changes the answer
+            scope[_CHOSEN] = chosen
+        await _counted(middleware, answering, route.path, scope, receive, send)
 
     return call
 
 
 def _choose(scope: Scope) -> tuple[SelectiveRoute, Scope] | None:
     """Returns the route that takes the request, and what it adds to the scope; None if the path is not of a model."""
-    path: str = scope["path"]
-    for route in scope["app"].router.routes:
-        if path.startswith(_prefix(route.path)):
-            match, child = route.matches(scope)
-            if match is Match.FULL:
-                return (route, child) if isinstance(route, SelectiveRoute) and route.of_models else None
+    app = scope["app"]
+    for route in _routes_by_part(app).alike(app.router.routes, scope["path"]):
+        match, child = route.matches(scope)
+        if match is Match.FULL:
+            return (route, child) if isinstance(route, SelectiveRoute) and route.of_models else None
     return None
 
 
-@lru_cache(maxsize=1024)
-def _prefix(path: str) -> str:
-    """Returns the fixed beginning of a route's path."""
-    return path.partition("{")[0]
+class _RoutesByPart:
+    """The routes of an app, by the first part of their paths: of dozens of routes, few are compared with a path."""
+
+    def __init__(self) -> None:
+        self._routes: list[Any] = []
+        self._of_part: dict[str, list[Any]] = {}
+        self._of_any: list[Any] = []  # those whose first part is a parameter
+
+    def alike(self, routes: list[Any], path: str) -> list[Any]:
+        """Returns, in their order, the routes that may match the path."""
+        if routes != self._routes:
+            parts = [_first_part(route.path) for route in routes]
+            both = list(zip(parts, routes, strict=True))
+            self._of_any = [route for part, route in both if part is None]
+            self._of_part = {
+                each: [route for part, route in both if part in (each, None)] for each in parts if each is not None
+            }
+            self._routes = list(routes)
+        return self._of_part.get(path[1:].partition("/")[0], self._of_any)
 
 
-async def _counted(middleware: Any, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+def _first_part(path: str) -> str | None:
+    """Returns the first part of a route's path; None if it has a parameter, or is missing."""
+    part = path[1:].partition("/")[0]
+    return None if not part or "{" in part else part
+
+
+@lru_cache(maxsize=16)
+def _routes_by_part(app: Any) -> _RoutesByPart:
+    return _RoutesByPart()
+
+
+async def _counted(middleware: Any, answering: ASGIApp, path: str, scope: Scope, receive: Receive, send: Send) -> None:
     status: int | None = None
     ended: float | None = None
 
@@ -455,7 +486,7 @@ async def _counted(middleware: Any, path: str, scope: Scope, receive: Receive, s
     began = time.perf_counter()
     failed: Exception | None = None
     try:
-        await middleware.app(scope, receive, noting)
+        await answering(scope, receive, noting)
     except Exception as error:
         status, failed = _FAILED, error
     finally:

@@ -42,11 +42,11 @@ from mlserver_torch_stream.server.request import (
 )
 from mlserver_torch_stream.server.rest.connection import (
     ClientLeft,
+    WatchedConnection,
     abort,
     parse_object,
     send_json,
     send_refusal,
-    watched,
 )
 from mlserver_torch_stream.server.rest.endpoints import SelectiveRoute
 from mlserver_torch_stream.server.rest.prediction_messages import BodyField
@@ -132,7 +132,7 @@ class _BatchEndpoint:
                 take(*first)
             async for number, items in batches:
                 take(number, items)
-            async with watched(receive, end):
+            async with WatchedConnection(receive, end):
                 if tasks:
                     await asyncio.wait(tasks.values())
             await send({"type": "http.response.body", "body": b""})

@@ -115,7 +115,7 @@ _ENCODED_ID = REQUEST_ID.encode()
 _OF_THE_SERVER = frozenset({REQUEST_ID, "content-length", "transfer-encoding", "connection", "date", "server"})
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-_WITHOUT_BODY = (204, 304)
+WITHOUT_BODY = (204, 304)  # statuses whose responses have no body
 
 
 class UnsendableHead(RequestError):
@@ -169,7 +169,7 @@ def check_status(status: int) -> None:
 
 def body_of(status: int, value: bytes) -> bytes:
     """Returns the body of a response, which is empty for statuses such as 204."""
-    return b"" if status in _WITHOUT_BODY else value
+    return b"" if status in WITHOUT_BODY else value
 
 
 _API = "v1"

@@ -38,6 +38,7 @@ from mlserver_torch_stream.server.rest.connection import (
 from mlserver_torch_stream.server.rest.endpoints import Endpoint, HttpRequest, Reported, SelectiveRoute
 from mlserver_torch_stream.server.rest.openai_routes import openai_answer, shown_model
 from mlserver_torch_stream.server.rest.prediction_messages import (
+    WITHOUT_BODY,
     BodyField,
     NoSuchPath,
     PredictionPath,
@@ -167,6 +168,11 @@ class _Prediction(HttpRequest[PieceReply]):
         if first.last:
             await send_whole(self._send, first.status, body_of(first.status, first.value), headers)
             await anext(pieces, None)  # ends the iteration, so that the request counts as successful
+            return
+        if first.status in WITHOUT_BODY:
+            async for _ in pieces:  # which the response has no place for
+                pass
+            await send_whole(self._send, first.status, b"", headers)
             return
         notice_lag_early(self._scope)
         headers.append((b"x-accel-buffering", b"no"))  # otherwise nginx buffers the chunks
