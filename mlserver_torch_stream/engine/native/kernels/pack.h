@@ -63,8 +63,15 @@ inline void nibbles(const uint8_t* packed, uint8_t (&codes)[32]) {
     put(both & same(15), both >> same(4), codes);
 }
 
+// Adds bit i of four bytes to code i, as its fifth bit.
 inline void fifth_bits(const uint8_t* packed, uint8_t (&codes)[32]) {
-    for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((packed[i / 8] >> (i % 8) & 1) << 4);
+    constexpr uint64_t kEight = 0x0101010101010101;
+    const Bytes bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const auto fifth = [&](int i) {
+        const uint64_t spread[2] = {packed[i] * kEight, packed[i + 1] * kEight};
+        return (Bytes)((bytes_at(reinterpret_cast<const uint8_t*>(spread)) & bits) != 0) & same(16);
+    };
+    put(bytes_at(codes) | fifth(0), bytes_at(codes + 16) | fifth(2), codes);
 }
 
 inline void add_to(uint8_t (&codes)[32], uint8_t more) {
