@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from mlserver_torch_stream.engine.checks import record
-from mlserver_torch_stream.engine.loading import loader
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
@@ -73,7 +73,7 @@ def test_a_later_start_builds_no_model_and_has_the_same_bits(
 ) -> None:
     proved, counts = loaded(model, cache, **extra)
     assert counts == {"new": 1}
-    monkeypatch.setattr(loader.AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
         again, counts = loaded(model, cache, **extra)
     assert not counts and "was checked by an earlier start" in caplog.text and "Checking" not in caplog.text

@@ -1,4 +1,4 @@
-"""Telemetry that is switched off does nothing; checked on MLServer's own app, without a server process."""
+"""Telemetry on MLServer's own app, without a server process; telemetry that is switched off does nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 from mlserver.settings import Settings
 from starlette.applications import Starlette
 
-from mlserver_torch_stream.engine.shared_pool import PROCESS
+from mlserver_torch_stream.engine.shared_pool import PROCESS, ProcessResources
 from mlserver_torch_stream.server.host import ServerHost
 from mlserver_torch_stream.server.observability.metrics import EngineMetrics, TokenMetrics, WeightsMetrics, install
 from mlserver_torch_stream.server.observability.request_observer import RequestMetrics, RequestSinks
@@ -44,6 +44,15 @@ def test_metrics_are_where_mlserver_has_them_or_nowhere() -> None:
     assert "torch_stream_loaded_models" in _install()("/metrics").text
     assert _install(metrics_endpoint="/prom")("/prom").status_code == 200
     assert _install(metrics_endpoint=None)("/metrics").status_code == 404
+
+
+def test_loads_that_are_checked_again_are_counted_by_reason() -> None:
+    resources = ProcessResources()
+    resources.checks["chip"] += 2
+    (checks,) = (each for each in WeightsMetrics(resources).collect() if each.name == "torch_stream_weight_checks")
+    assert [(each.name, each.labels, each.value) for each in checks.samples] == [
+        ("torch_stream_weight_checks_total", {"reason": "chip"}, 2)
+    ]
 
 
 def test_a_server_that_is_not_ready_is_unhealthy() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
@@ -92,7 +92,7 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
     if loads_by_transformers(gguf_file):
         _check_layers(gguf_file)
         options |= {"gguf_file": gguf_file.name, "quantization_config": GgufConfig(dequantize=not packed)}
-        model_class, place = AutoModelForCausalLM, str(gguf_file.parent)
+        model_class, place = transformers.AutoModelForCausalLM, str(gguf_file.parent)
     elif packed:
         raise LoadFailed(
             "quantization_config: gguf weights cannot be kept packed here, transformers' kernels lack this file's "

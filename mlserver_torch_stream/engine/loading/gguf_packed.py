@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.native.packed_rows import (
@@ -86,7 +87,7 @@ def empty_model(config: Any) -> Any:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _put(model: Any, name: str, tensor: Tensor, kind: str | None) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 
 from mlserver_torch_stream.byte_size import format_bytes
@@ -104,7 +105,7 @@ def weight_bytes(place: str, gguf_file: Path | None, dtype: str, **options: Any)
             return None
         kind = asked or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=kind, trust_remote_code=options.get("trust_remote_code", False)
             )
         return int(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
@@ -275,9 +276,11 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if files.tensors:
         check_bytes(config.to_dict(), files.tensors)
         with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+            outline = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=settings.trust_remote_code
+            )
         check_model(outline, files.tensors, quantised=method is not None)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         place, dtype=settings.dtype, output_loading_info=True, ignore_mismatched_sizes=True, **code, **options
     )
     check_loaded(model, info, quantised=method is not None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+import transformers
 
 from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.failures import NotPacked
@@ -88,9 +88,10 @@ def _has_causal_weights(config: Any) -> bool:
 
     The field ``is_decoder`` is not enough, because it can be False for decoders, too.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not config.architectures:
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping or not config.architectures:
         return True  # transformers decides
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ in config.architectures
+    return mapping[type(config)].__name__ in config.architectures
 
 
 def _name(config: Any) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.did_you_mean import did_you_mean
@@ -197,7 +196,9 @@ def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **opti
         return
     config = read_config(place, place, gguf_file, **options)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.get("trust_remote_code", False))
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=options.get("trust_remote_code", False)
+        )
     known = [name for name, _ in model.named_modules()]
     known += [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     for name in device_map:

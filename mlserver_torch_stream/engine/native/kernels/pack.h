@@ -63,8 +63,15 @@ inline void nibbles(const uint8_t* packed, uint8_t (&codes)[32]) {
     put(both & same(15), both >> same(4), codes);
 }
 
+// Adds bit i of four bytes to code i, as its fifth bit.
 inline void fifth_bits(const uint8_t* packed, uint8_t (&codes)[32]) {
-    for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)((packed[i / 8] >> (i % 8) & 1) << 4);
+    constexpr uint64_t kEight = 0x0101010101010101;
+    const Bytes bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const auto fifth = [&](int i) {
+        const uint64_t spread[2] = {packed[i] * kEight, packed[i + 1] * kEight};
+        return (Bytes)((bytes_at(reinterpret_cast<const uint8_t*>(spread)) & bits) != 0) & same(16);
+    };
+    put(bytes_at(codes) | fifth(0), bytes_at(codes + 16) | fifth(2), codes);
 }
 
 inline void add_to(uint8_t (&codes)[32], uint8_t more) {
@@ -167,11 +174,40 @@ inline bool kind_has_minimum(int64_t kind) {
     return kind == kQ4_1 || kind == kQ5_1 || kind == kQ4_K || kind == kQ5_K;
 }
 
+// Transposes words [4 * kBlocks outputs][8 quads] to [8 quads][4 * kBlocks outputs], a block of 4 by 4 at a time.
+template <int kBlocks> void put_quads(const uint8_t (*codes)[32], uint8_t* to) {
+    using Words = uint32_t __attribute__((vector_size(16)));
+    for (int output = 0; output < 4 * kBlocks; output += 4)
+        for (int q = 0; q < 8; q += 4) {
+            Words row[4];
+            for (int i = 0; i < 4; i++) memcpy(&row[i], codes[output + i] + 4 * q, sizeof row[i]);
+            const Words first = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
+            const Words second = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
+            const Words third = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
+            const Words fourth = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+            const Words column[4] = {__builtin_shufflevector(first, second, 0, 1, 4, 5),
+                                     __builtin_shufflevector(first, second, 2, 3, 6, 7),
+                                     __builtin_shufflevector(third, fourth, 0, 1, 4, 5),
+                                     __builtin_shufflevector(third, fourth, 2, 3, 6, 7)};
+            for (int i = 0; i < 4; i++)
+                memcpy(to + 4 * (4 * kBlocks * (q + i) + output), &column[i], sizeof column[i]);
+        }
+}
+
+// Writes numbers in fp16. Returns the lanes that are not finite there.
+inline H16 put_halves(const float (&numbers)[32], uint8_t* to) {
+    const H16 first = rounded_halves(load_f(numbers)), second = rounded_halves(load_f(numbers + 16));
+    memcpy(to, &first, sizeof first);
+    memcpy(to + sizeof first, &second, sizeof second);
+    return (H16)((first & 0x7c00) == 0x7c00) | (H16)((second & 0x7c00) == 0x7c00);
+}
+
 // Writes one panel. Returns false if a scale is not finite in fp16.
 template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t* to) {
-    bool finite = true;
+    H16 infinite{};
     for (int64_t g = 0; g < groups; g++, to += C::kBlock) {
         uint8_t codes[32][32];
+        float numbers[C::kScales + 1][32];  // scales, then minima
         for (int64_t output = 0; output < 32; output++) {
             UnpackedGroup group;
             if (rows[output].blocks == nullptr) {
@@ -188,28 +224,24 @@ template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t
                 }
             }
             memcpy(codes[output], group.codes, 32);
-            const auto write = [&](int64_t which, float value) {
-                const uint16_t bits = round_fp16(value);
-                finite &= (bits & 0x7c00) != 0x7c00;
-                memcpy(to + C::kCodeBytes + C::kHalves * which + 2 * output, &bits, sizeof bits);
-            };
             // Formats with two scales per group have one for each half: [scale][output].
-            for (int s = 0; s < C::kScales; s++) write(s, group.scales[s]);
-            if (C::kMinimum) write(C::kScales, group.minimum + 0.0f);  // no negative zero
+            for (int s = 0; s < C::kScales; s++) numbers[s][output] = group.scales[s];
+            numbers[C::kScales][output] = group.minimum + 0.0f;  // no negative zero
         }
-        for (int q = 0; q < 8; q++) {
-            const auto quad = [&](int output) {
-                uint32_t four;
-                memcpy(&four, codes[output] + 4 * q, sizeof four);
-                return four;
-            };
-            uint32_t words[C::kCodeBytes / 32];
-            for (int output = 0; output < C::kCodeBytes / 32; output++)
-                words[output] = C::kBytewise ? quad(output) : quad(output) | quad(16 + output) << 4;
-            memcpy(to + sizeof words * q, words, sizeof words);
+        for (int which = 0; which < C::kScales + C::kMinimum; which++)
+            infinite |= put_halves(numbers[which], to + C::kCodeBytes + C::kHalves * which);
+        if constexpr (C::kBytewise) {
+            put_quads<8>(codes, to);
+        } else {
+            for (int output = 0; output < 16; output++)
+                put(bytes_at(codes[output]) | bytes_at(codes[16 + output]) << same(4),
+                    bytes_at(codes[output] + 16) | bytes_at(codes[16 + output] + 16) << same(4), codes[output]);
+            put_quads<4>(codes, to);
         }
     }
-    return finite;
+    for (int lane = 0; lane < 16; lane++)
+        if (infinite[lane]) return false;
+    return true;
 }
 
 template <class C> bool pack_panel_of(const PackCall& call, int64_t panel) {
