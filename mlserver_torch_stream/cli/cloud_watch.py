@@ -64,7 +64,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if arguments.queue is not None:
             _open_queue(arguments)  # refuses it before a model is loaded
         if lies_within(arguments.output, arguments.input):
-            raise RunRefused("--output: lies within --input, so that results would be read as input")
+            raise RunRefused("--output: is inside --input, so results would be read as input")
     _check_listen(arguments)
 
 

@@ -129,7 +129,9 @@ class GenerationBackend(RowBackend):
         return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
 
     async def _read(self, response: aiohttp.ClientResponse, answer: HttpAnswer) -> dict[str, Any]:
-        """Returns the answer as OpenAI's object. Raises CloudError."""
+        """Returns the answer as OpenAI's object. Raises CloudError if the generation fails or the answer cannot be
+        read.
+        """
         try:
             if not self.endpoint.stream:
                 answer.whole(parse(await response.read()))
@@ -218,7 +220,7 @@ class TensorBackend(RowBackend):
                 async for part in response.content.iter_any():
                     answer += part
                     if len(answer) > MAX_ANSWER_BYTES:
-                        return answer_too_large(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
+                        return answer_too_large(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
         body = {"object": "prediction", "content_type": "application/json", PREDICTIONS: [_outputs(bytes(answer))]}
         return Outcome(body, span=(began, time.monotonic()))
 
@@ -377,7 +379,7 @@ class BatchBackend(Backend):
                 async for number, answers in _answered_batches(response.content):
                     if number in waiting and not waiting[number].done():
                         waiting[number].set_result(answers)
-            raise StoreUnavailable(f"{self._url}: the exchange of batches has ended")
+            raise StoreUnavailable(f"{self._url}: the server ended the exchange of batches")
         except CloudError as error:
             for answer in list(waiting.values()):
                 if not answer.done():
@@ -460,7 +462,7 @@ def _torchserve_error(body: bytes) -> Mapping[str, Any]:
 
 
 def _outputs(answer: bytes) -> list[dict[str, Any]]:
-    """Returns the output tensors of a V2 reply. Raises RowFailed."""
+    """Returns the output tensors of a V2 reply. Raises RowFailed if the reply cannot be read."""
     try:
         return [
             {key: tensor[key] for key in ("name", "datatype", "shape", "parameters", "data") if key in tensor}

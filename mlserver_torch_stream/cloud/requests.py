@@ -76,7 +76,7 @@ class RowRequest:
             body = dict(row.body or {})
             check_model(body, self.served)
             if INPUT in body:
-                raise RowUnsuitable(f"{INPUT}: rows of /v1/responses are for the batches of a server")
+                raise RowUnsuitable(f"{INPUT}: rows for /v1/responses are supported only in a server's batches")
         else:
             body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
         said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}

@@ -261,7 +261,7 @@ class Source:
                         yield rows
 
     async def _footer(self, info: ObjectInfo) -> ParquetTable:
-        """Raises TableBroken, CloudError."""
+        """Fetches the footer of a Parquet file. Raises TableBroken or CloudError."""
         start = max(0, info.size - FOOTER_TAIL_BYTES)
         while True:
             tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
@@ -311,7 +311,7 @@ class Source:
         start = max(0, info.size - _TAIL_BYTES)
         while True:
             if info.size - start > MAX_DIRECTORY_BYTES + _TAIL_BYTES:
-                raise Damaged(f"has a directory of more than {format_bytes(MAX_DIRECTORY_BYTES)}")
+                raise Damaged(f"has a directory larger than {format_bytes(MAX_DIRECTORY_BYTES)}")
             tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
             try:
                 return read_directory(tail, info.size)
@@ -391,12 +391,12 @@ class _Object:
     def rows(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
         info, failure = piece.listed.info, piece.listed.failure
         if failure is None and not self.kind.many and self.tables.columns:
-            failure = Failure(RunRefused.code, f"{self.key}: is not a table, so it has no --column; choose with --glob")
+            problem = "is not a table, so it has no --column; exclude it with --glob"
+            failure = Failure(RunRefused.code, f"{self.key}: {problem}")
         if failure is None and not self.kind.many and self.chunking.refuses(info.size):
             most = format_bytes(self.chunking.whole_bytes)
-            failure = Failure(
-                "too_large", f"{self.key}: {info.size} bytes, over the {most} of an object that is one row"
-            )
+            problem = f"{info.size} bytes, larger than {most}, the limit for an object that is one row"
+            failure = Failure("too_large", f"{self.key}: {problem}")
         if failure is None and piece.skipped and self.chunking.each:
             chunks = self.chunking.chunks(piece.start, piece.end, info.size)
             yield from self._without_data(index, chunks, Failure("skipped", self.key))

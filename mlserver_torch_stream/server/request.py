@@ -42,7 +42,7 @@ Context = Callable[[str], ReplyContext]
 
 @dataclass(frozen=True, slots=True)
 class RestRequest:
-    """A request to a REST endpoint whose body has been read and not decoded.
+    """A request to a REST endpoint whose body has been read but not decoded.
 
     ``spelling`` is the spelling of the route that accepts the body.
     """
@@ -264,7 +264,9 @@ def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:
     """Returns the error for a request that needs a handler but names a model that generates tokens, which answers at
     ``path``.
     """
-    message = f"{name} generates tokens and runs no TorchServe handler: ask it at {path} or /v2/models/{name}/generate"
+    message = (
+        f"{name} generates tokens and has no TorchServe handler; send requests to {path} or /v2/models/{name}/generate"
+    )
     return InvalidInput("model", message)
 
 

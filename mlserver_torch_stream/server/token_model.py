@@ -176,7 +176,7 @@ class PromptReply:
         """Does nothing, because the work of a thread cannot be stopped."""
 
 
-_NOT_FIRST = "prompt is only for the first message of a stream, on MLServer's own gRPC service"
+_NOT_FIRST = "prompt is allowed only in the first message of a stream, on MLServer's own gRPC service"
 
 
 class TokenModel(ServedModel):
@@ -260,5 +260,5 @@ def only_model(registry: MultiModelRegistry) -> str:
     """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one."""
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
-        raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")
+        raise InvalidInput("model", f"is required, because the server has {len(names)} models that generate tokens")
     return names[0]

@@ -228,7 +228,7 @@ def test_a_full_disk_is_told_and_nothing_half_written_is_left(rows: Path, server
     for path in (tmp_path / "out").iterdir():
         path.unlink()
     narrow = subprocess.run([*PROCESS, *map(str, command)], capture_output=True, preexec_fn=limit, timeout=120)
-    assert narrow.returncode == 3 and b"no room left to write" in narrow.stderr
+    assert narrow.returncode == 3 and b"no space left to write" in narrow.stderr
     assert not list((tmp_path / "out").glob("part-*"))
     status, _, _ = finish(start(*command))
     assert status == 0 and joined(tmp_path / "out") == wide

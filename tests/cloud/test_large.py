@@ -72,7 +72,7 @@ def test_an_object_that_is_one_row_and_too_large_is_an_error_row_that_says_how_l
     assert cloud("run", "--input", tmp_path, "--url", server.url) == 1
     large, small = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert large["error"]["code"] == "too_large" and small["error"] is None
-    assert "2147483648 bytes, over the 64.0 MiB" in large["error"]["message"]
+    assert "2147483648 bytes, larger than 64.0 MiB" in large["error"]["message"]
 
 
 def test_a_watcher_says_of_such_an_object_what_it_is_and_goes_on(tmp_path: Path, server: ModelServer) -> None:

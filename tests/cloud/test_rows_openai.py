@@ -39,7 +39,7 @@ def _envelope(**changes: Any) -> dict[str, Any]:
 _REFUSED = {
     "method": (_envelope(method="GET"), "method", "must be POST, got 'GET'"),
     "a method of a wrong type": (_envelope(method=1), "method", "must be POST, got 1"),
-    "a response": ({"input": "x"}, None, "rows of /v1/responses are for the batches of a server"),
+    "a response": ({"input": "x"}, None, "rows for /v1/responses are supported only in a server's batches"),
     "url": (_envelope(url="/v1/embeddings"), "url", "must be one of /v1/chat/completions, /v1/completions"),
     "a url of a wrong type": (_envelope(url=["x"]), "url", "must be one of"),
     "a url of another prompt": (_envelope(url="/v1/completions"), "url", "takes prompt"),

@@ -99,9 +99,9 @@ class HandlerConfig(BaseModel):
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> HandlerConfig:
         if self.asyncCommunication and (self.continuousBatching or self.sequenceBatching):
-            raise ValueError("asyncCommunication goes neither with continuousBatching nor with sequenceBatching")
+            raise ValueError("asyncCommunication cannot be combined with continuousBatching or sequenceBatching")
         if self.ranks > 1 and (self.continuousBatching or self.asyncCommunication):
-            raise ValueError("several ranks go neither with continuousBatching nor with asyncCommunication")
+            raise ValueError("several ranks cannot be combined with continuousBatching or asyncCommunication")
         return self
 
     @property
@@ -177,7 +177,8 @@ def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str
         if key in yaml:
             yield f"{key}: {reason}"
     if 0 < config.maxWorkers < config.minWorkers:
-        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so the model always has {config.minWorkers}"
+        least = config.minWorkers
+        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so the model always has {least} workers"
     if not config.most_workers:
         yield "minWorkers: 0: the model has no worker, and answers no request until a worker is added"
     torchrun = yaml.get("torchrun")

@@ -90,7 +90,7 @@ def find_handler(spelled: str, folder: str, envelope: str, asynchronous: bool) -
     found = _in_module(module, function)
     if inspect.iscoroutinefunction(found.entry) != asynchronous:
         raise HandlerRefused(
-            "asyncCommunication needs an `async def handle`, and this one is not"
+            "asyncCommunication needs an `async def handle`, but the handler's is not async"
             if asynchronous
             else "the handler is an `async def`: set asyncCommunication: true in model-config.yaml"
         )
@@ -181,7 +181,7 @@ def _instead(module: ModuleType, own: list[type], classes: list[type]) -> str:
 
 def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
     if envelope not in ENVELOPES:
-        raise HandlerRefused(f"unknown envelope {envelope!r}; known are {', '.join(ENVELOPES)}")
+        raise HandlerRefused(f"unknown envelope {envelope!r}; the envelopes are {', '.join(ENVELOPES)}")
     if asynchronous:
         raise HandlerRefused("asyncCommunication cannot be combined with a service envelope")
     if envelope not in _OF_KSERVE:

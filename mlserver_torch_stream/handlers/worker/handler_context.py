@@ -38,7 +38,7 @@ class Response:
 
 
 def parse(message: bytes | bytearray) -> Response:
-    """Parses a message in TorchServe's binary format. Raises ValueError."""
+    """Parses a message in TorchServe's binary format. Raises ValueError if the message is incomplete."""
     cursor = _Cursor(memoryview(message))
     code = cursor.integer()
     text = cursor.text()
@@ -69,7 +69,7 @@ class _Cursor:
     def take(self, length: int) -> bytes:
         end = self._position + length
         if length < 0 or end > len(self._message):
-            raise ValueError("the response is cut off")
+            raise ValueError("the response is incomplete")
         taken = bytes(self._message[self._position : end])
         self._position = end
         return taken

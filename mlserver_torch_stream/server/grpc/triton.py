@@ -112,7 +112,7 @@ class TritonReply(Request[Reply]):
         request = self._request
         self.request_id = request.id or str(uuid4())
         name = request.model_name
-        other = InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
+        other = InvalidInput("model_name", f"{name} belongs to another runtime; stream from it on MLServer's port")
         self.find(self._host.registry, name, request.model_version or None, other)
         converted = await convert_large(self._servicer, request, self._context)
         payload = convert_message(self._servicer, converted, self._context)
@@ -163,7 +163,7 @@ _REFUSED = {
         _MEMORY,
     ),
     "TraceSetting": "tracing is set by MLServer's tracing_server when the server starts",
-    "LogSettings": "the log is set when the server starts",
+    "LogSettings": "logging is configured when the server starts",
 }
 
 Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]

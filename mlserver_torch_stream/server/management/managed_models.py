@@ -177,7 +177,9 @@ class ManagedModels:
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
             )
         if not registry.default.version:
-            message = f"The default of model {name} has no version, so without being the default it could not be named"
+            message = (
+                f"The default of model {name} has no version, so no request could name it if it were not the default"
+            )
             raise ManagementRefusal(409, "ConflictStatusException", message)
         default_version.mark(registry, model)
 
@@ -198,7 +200,7 @@ class ManagedModels:
     def _find_scalable(self, name: str, version: str | None) -> HandlerModel:
         model: Any = self.find(name, version)
         if not isinstance(model, HandlerModel):
-            raise bad_request(f"{name} runs no TorchServe handler: it has no workers")
+            raise bad_request(f"{name} has no workers, because it has no TorchServe handler")
         return model
 
     def _reserve(self, name: str, version: str) -> None:

@@ -154,8 +154,8 @@ def read_token(options: ServerOptions) -> str | None:
             raise SettingsError(f"{PREFIX}MANAGEMENT_TOKEN_FILE: cannot be read: {error}") from None
     if not token:
         raise SettingsError(
-            f"the management API needs {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
-            f"or {PREFIX}DISABLE_TOKEN_AUTHORIZATION=true"
+            f"the management API needs a token: set {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
+            f"or switch tokens off with {PREFIX}DISABLE_TOKEN_AUTHORIZATION=true"
         )
     return token
 

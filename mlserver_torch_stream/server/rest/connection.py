@@ -361,7 +361,7 @@ def _refuse_declared_size(headers: Headers, most_bytes: int) -> None:
 def _decoder(headers: Headers, most_bytes: int) -> _Plain:
     coding = ", ".join(headers.getlist("content-encoding")).strip().lower() or "identity"
     if coding not in _CODINGS:
-        raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented, only gzip")
+        raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not supported; only gzip is")
     return _Plain(most_bytes) if coding == "identity" else _Gzip(most_bytes)
 
 
