@@ -47,4 +47,4 @@ class Gunzip:
         if not self._begun:
             raise Damaged("is empty, so it is not gzip")
         if not self._member.eof:
-            raise Damaged("is gzip that ends before its end")
+            raise Damaged("is a gzip stream that ends too early")

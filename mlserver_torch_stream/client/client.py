@@ -1,6 +1,6 @@
 """The client: a blocking class and one for asyncio. The URL's scheme selects HTTP or gRPC.
 
-Knows which transport a URL means.
+Chooses the transport for a URL.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _open_transport(
     api_key: str | None,
     ca_file: str | os.PathLike[str] | None,
 ) -> Any:
-    """Returns a Transport, or an AsyncTransport. Raises ValueError."""
+    """Returns a Transport or an AsyncTransport. Raises ValueError if an argument is wrong."""
     grpc = is_grpc(url, api)
     given = checked_headers(headers, api_key, grpc=grpc), checked_timeout(timeout), read_authorities(ca_file, url)
     if grpc:

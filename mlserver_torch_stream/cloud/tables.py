@@ -41,7 +41,7 @@ class Column:
 
     @classmethod
     def parse(cls, text: str) -> Column:
-        """Reads COLUMN or COLUMN=FIELD. Raises ValueError."""
+        """Reads COLUMN or COLUMN=FIELD. Raises ValueError if a name is empty or the column's number is 0."""
         column, equals, name = text.partition("=")
         if not column or (equals and not name) or column == "0":
             raise ValueError("must be COLUMN or COLUMN=FIELD, where COLUMN is a name or a number from 1")
@@ -69,7 +69,7 @@ class Tables:
     members: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises RunRefused, which names the option."""
+        """Raises RunRefused, which names the option, if an option is wrong or contradicts another."""
         try:
             codecs.getincrementaldecoder(self.encoding)
             b"a".decode(self.encoding, "replace")

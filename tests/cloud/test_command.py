@@ -155,7 +155,7 @@ def test_what_a_server_or_a_key_says_steers_no_terminal(rows: Path, server: Mode
         (("--url", "http://127.0.0.1:9", "--extra", '{"threads": 1}'), "--extra"),
         (("--url", "http://127.0.0.1:9", "--batch-tokens", "9"), "--batch-tokens"),
         (("--url", "http://127.0.0.1:9"), "--url: http://127.0.0.1:9 does not say"),
-        (("--as", "image"), "of kind image, which this model cannot take"),
+        (("--as", "image"), "of kind image, which this model does not accept"),
         (("--extra", '{"dtpye": 1}'), "did you mean 'dtype'"),
         (("--parameters", "[1]"), "must be a JSON object"),
         (("--max-wait", "-1"), "seconds above 0"),

@@ -408,8 +408,8 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
             {"dog 1.0"},
             ["{}/no.mar: the model store", "{}/none.mar: the model store"],
         ),
-        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar already is version 1.0 of x"]),
-        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar already is version 1.0 of dog"]),
+        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar is already version 1.0 of x"]),
+        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar is already version 1.0 of dog"]),
         (
             'model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}',
             set(),
