@@ -244,7 +244,10 @@ def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO) -> str:
-    """Returns the server's only model, or the one that the user chooses from several. Raises ClientError."""
+    """Returns the server's only model, or the one that the user chooses from several.
+
+    Raises ClientError if the server has no model, or has several and nobody can be asked.
+    """
     names = server.models()
     if len(names) == 1:
         return names[0]

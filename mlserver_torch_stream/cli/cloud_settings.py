@@ -55,7 +55,7 @@ def shown_name(arguments: argparse.Namespace) -> str | None:
 def created() -> int | None:
     """Returns the creation time for output rows if SOURCE_DATE_EPOCH sets it, which makes runs reproducible; else None.
 
-    Raises RunRefused.
+    Raises RunRefused if the variable is not a whole number.
     """
     text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:

@@ -102,7 +102,7 @@ class _ListenerParts(TypedDict):
 
 
 def _make_listener_parts(arguments: argparse.Namespace) -> _ListenerParts:
-    """Reads the key, the certificate and the topics of ``--listen``. Raises RunRefused."""
+    """Reads the key, the certificate and the topics of ``--listen``. Raises RunRefused if one cannot be used."""
     key, tls, sns = None, None, None
     if arguments.listen_key is not None:
         try:
@@ -191,7 +191,7 @@ async def _objects(
 
 
 def _open_queue(arguments: argparse.Namespace) -> Queue:
-    """Connects to the SQS queue of ``--queue``. Raises RunRefused."""
+    """Connects to the SQS queue of ``--queue``. Raises RunRefused if the queue cannot be used."""
     try:
         from mlserver_torch_stream.cloud.sqs import Queue
     except ImportError:

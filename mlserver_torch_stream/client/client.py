@@ -27,7 +27,9 @@ class Transport(Protocol):
     """Sends calls to the server, and yields the deltas of its answers."""
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
-        """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError."""
+        """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError if the call
+        fails.
+        """
 
     def models(self) -> list[str]:
         """Returns the names of the models that are ready on the server. Raises ClientError."""

@@ -66,7 +66,7 @@ class AwsClient:
             return False
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Calls a method of the service in a thread, and returns the response. Raises CloudError.
+        """Calls a method of the service in a thread, and returns the response. Raises CloudError if the call fails.
 
         If the caller is cancelled, the call continues in its thread, and its response is dropped.
         """

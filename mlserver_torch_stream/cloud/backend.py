@@ -281,7 +281,7 @@ class BatchBackend(Backend):
 
     async def _in_sequence(self, row: Row) -> Outcome:
         """Returns the outcome of a chunk. The chunk is sent again only if no worker has received it. Raises
-        SequenceLost.
+        SequenceLost if the connection breaks or the worker fails.
         """
         frame = self._frame(row)
         starts = row.chunk is not None and row.chunk.index == 0
@@ -319,7 +319,7 @@ class BatchBackend(Backend):
 
     async def most_sequences(self) -> int:
         """Returns how many sequences a handler can have open at a time. Raises RunRefused if the handler keeps no
-        state.
+        state, or keeps it without a time limit.
         """
         described = await self._describe()
         if not described["stateful"]:
@@ -349,7 +349,7 @@ class BatchBackend(Backend):
         return encode_frame({"path": ask.path, **({"count": True} if counted else {})}, content)
 
     async def _post(self, frames: Sequence[bytes]) -> list[_Frame]:
-        """Returns the answers to one batch. Raises CloudError."""
+        """Returns the answers to one batch. Raises CloudError if the connection breaks before they arrive."""
         if self._exchange is None or self._exchange.done():
             self._outgoing, self._waiting = asyncio.Queue(), {}
             self._exchange = asyncio.create_task(self._run_exchange(self._outgoing, self._waiting))

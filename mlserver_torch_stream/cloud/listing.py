@@ -163,7 +163,7 @@ def encode_inputs(objects: Sequence[Listed]) -> bytes:
 
 
 def decode_inputs(data: bytes) -> list[Listed]:
-    """Reads the list that ``encode_inputs`` has written. Raises RunRefused."""
+    """Reads the list that ``encode_inputs`` has written. Raises RunRefused if it is not such a list."""
     try:
         found = []
         for line in data.splitlines():

@@ -56,7 +56,11 @@ def parquet_library() -> Any:
 
 
 class ParquetTable:
-    """Reads a file of ``size`` bytes, whose last bytes are ``tail``. Raises TableBroken, FooterLonger or RunRefused."""
+    """Reads a file of ``size`` bytes, whose last bytes are ``tail``.
+
+    Raises TableBroken if the file cannot be read, FooterLonger if the footer is longer than ``tail``, and RunRefused if
+    the library is missing.
+    """
 
     def __init__(self, tail: bytes, size: int, tables: Tables) -> None:
         self._library = parquet_library()
@@ -118,8 +122,8 @@ class ParquetTable:
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """Yields the ``wanted`` rows of a group in lists. ``parts`` holds the bytes of the group's ranges. Raises
-        TableBroken.
+        """Yields the ``wanted`` rows of a group in lists. ``parts`` are the bytes of the group's ranges. Raises
+        TableBroken if a row cannot be decoded.
         """
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
@@ -145,7 +149,9 @@ class ParquetTable:
 
 
 def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Row]:
-    """Yields the ``wanted`` rows of a whole file. Raises TableBroken, RunRefused."""
+    """Yields the ``wanted`` rows of a whole file. Raises TableBroken if the file cannot be read, and RunRefused if the
+    library is missing.
+    """
     table = ParquetTable(data, len(data), tables)
     for group in table.groups():
         for rows in table.rows(group, [data[start:end] for start, end in group.ranges], reader, wanted):
@@ -164,7 +170,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
-    """Returns the columns to read. Raises TableBroken."""
+    """Returns the columns to read. Raises TableBroken if one is missing or two have the same name."""
     chosen: list[str] = []
     for each in tables.columns:
         if isinstance(each.column, int):

@@ -64,7 +64,9 @@ class RowRequest:
         return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
 
     def ask(self, row: Row) -> RowQuestion:
-        """Returns the row's request. Raises RowUnsuitable or UnknownModel."""
+        """Returns the row's request. Raises RowUnsuitable if the model does not accept such rows, and UnknownModel if
+        the row names another model.
+        """
         if not self.takes(row.kind):
             name = row.key if row.member is None else f"{row.key}/{row.member.name}"
             form = closed_format(name, row.kind)

@@ -175,7 +175,7 @@ def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
 
 
 def _failed_row(line: bytes, number: int) -> FailedRow:
-    """Reads a failed row from its line. Raises RunRefused."""
+    """Reads a failed row from its line. Raises RunRefused if the line was not written by this program."""
     try:
         record = json.loads(line)
         chunk = record.get("chunk")

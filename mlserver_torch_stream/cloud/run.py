@@ -91,7 +91,7 @@ class CloudRun:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises RunRefused, which names the option."""
+        """Raises RunRefused, which names the option, if an option is wrong or contradicts another."""
         if self.limit is not None and self.limit < 1:
             raise RunRefused("--limit: must be at least 1")
         if self.part_rows < 1:
@@ -379,7 +379,9 @@ async def _retry_failed(
     report: Callable[[str], None],
     lease: WriterLease,
 ) -> int:
-    """Infers failed rows again and returns the number of rows that were tried. Raises TooManyFailures."""
+    """Infers failed rows again and returns the number of rows that were tried. Raises TooManyFailures if too many of
+    them fail again.
+    """
     run, done = planned.run, planned.done
     retries = FailedRowRetry(_source(planned, metrics), output, run.part_rows, planned.identity)
     before = metrics.failed

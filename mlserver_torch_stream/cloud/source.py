@@ -242,8 +242,8 @@ class Source:
             yield reading.failed(index, piece, Failure(error.code, error.message))
 
     async def _parquet(self, reading: _Object, info: ObjectInfo) -> AsyncGenerator[list[Row], None]:
-        """Yields the rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged,
-        CloudError.
+        """Yields the rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged if the
+        file cannot be read, and CloudError if it cannot be fetched.
         """
         table, reader, wanted = await self._footer(info), reading.reader, reading.wanted
         assert isinstance(reader, RowReader)
@@ -261,7 +261,9 @@ class Source:
                         yield rows
 
     async def _footer(self, info: ObjectInfo) -> ParquetTable:
-        """Fetches the footer of a Parquet file. Raises TableBroken or CloudError."""
+        """Fetches the footer of a Parquet file. Raises TableBroken if it cannot be read, and CloudError if it cannot be
+        fetched.
+        """
         start = max(0, info.size - FOOTER_TAIL_BYTES)
         while True:
             tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
@@ -307,7 +309,9 @@ class Source:
         return data
 
     async def _directory(self, info: ObjectInfo) -> list[ZipInfo]:
-        """Returns the directory of a zip archive. Raises Damaged or CloudError."""
+        """Returns the directory of a zip archive. Raises Damaged if it cannot be read, and CloudError if it cannot be
+        fetched.
+        """
         start = max(0, info.size - _TAIL_BYTES)
         while True:
             if info.size - start > MAX_DIRECTORY_BYTES + _TAIL_BYTES:
@@ -364,7 +368,7 @@ class _Object:
         """Begins to read. ``members`` is the kind of all members of an archive; None means that their names say the
         kind.
 
-        Raises Damaged.
+        Raises Damaged if the library for a compressed archive is missing.
         """
         if self.kind is Kind.ARCHIVE:
             whole = self.chunking.whole_bytes

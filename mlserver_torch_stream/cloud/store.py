@@ -324,7 +324,7 @@ class Store:
             os.close(file)
 
     async def create(self, key: str, data: bytes) -> None:
-        """Writes an object that does not exist yet, as a whole or not at all. Raises ObjectExists."""
+        """Writes an object as a whole or not at all. Raises ObjectExists if the object exists already."""
         await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:

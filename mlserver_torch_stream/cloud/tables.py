@@ -272,7 +272,7 @@ class RowReader:
             yield from self._failed(self.number, trouble) if trouble else (self._row(self.number, record.fields),)
 
     def _read_header(self, fields: Sequence[bytes], trouble: str) -> None:
-        """Reads the names of the columns. Raises TableBroken."""
+        """Reads the names of the columns. Raises TableBroken if the header does not have the chosen columns."""
         self._header = {}
         try:
             if trouble:

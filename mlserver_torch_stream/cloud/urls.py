@@ -242,7 +242,7 @@ def _refusal(key: str, answer: aiohttp.ClientResponse) -> CloudError | None:
 
 
 def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
-    """Returns the version of the object that a response belongs to. Raises RunRefused."""
+    """Returns the version of the object that a response belongs to. Raises RunRefused if the size is not stated."""
     told = answer.headers.get("Content-Range", "")
     if answer.status == 206 and (match := _RANGE.fullmatch(told)):
         size = int(match[2])
@@ -258,7 +258,7 @@ def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
 
 async def _part(info: ObjectInfo, answer: aiohttp.ClientResponse, start: int, end: int) -> AsyncGenerator[bytes, None]:
     """Yields bytes ``start`` to ``end`` of the object from a response that has this range or the whole object. Raises
-    RunRefused.
+    RunRefused if a large object's server does not support range requests.
     """
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     before = start - int(match[1]) if match else start  # bytes of the answer that were not asked for

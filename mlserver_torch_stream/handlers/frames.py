@@ -90,7 +90,9 @@ class FrameReader:
         self._max_bytes = max_bytes
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next frame; None at the end of the connection. Raises BrokenFrame or OSError."""
+        """Returns the next frame; None at the end of the connection. Raises BrokenFrame if the frame is malformed or
+        too large, and OSError if the connection breaks.
+        """
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None

@@ -185,7 +185,8 @@ class ServedModel(ABC):
 
     @abstractmethod
     def most_open(self) -> int:
-        """Returns the number of requests of one gRPC stream that may run at once. Raises NotServing.
+        """Returns the number of requests of one gRPC stream that may run at once. Raises NotServing if the model is not
+        loaded.
 
         It is a method, because MLServer reads all properties of a model, even while the model loads.
         """
@@ -225,7 +226,9 @@ class ServedModel(ABC):
         raise no_handler(self.name)
 
     def describe_workers(self) -> dict[str, Any]:
-        """Describes the model's workers as TorchServe's management API does. Raises NotServing."""
+        """Describes the model's workers as TorchServe's management API does. Raises NotServing if the model is not
+        loaded.
+        """
         return {"workers": []}
 
 
@@ -237,7 +240,7 @@ class HandlerModel(ServedModel):
         """Starts or ends workers, so that there are at least ``least`` and at most ``most``. A worker that must end has
         ``grace`` seconds to finish.
 
-        Raises NotServing or LoadFailed.
+        Raises NotServing if the model is not loaded, and LoadFailed if a worker cannot be started.
         """
 
 
@@ -310,9 +313,8 @@ class Request(Generic[R]):
     def find(
         self, registry: MultiModelRegistry, name: str, version: str | None, other: Exception | None = None
     ) -> ServedModel:
-        """Finds the model, which must be a model of this package. Raises ModelNotFound.
-
-        For a model of another runtime, raises ``other`` instead, if it is given.
+        """Returns the model. Raises ModelNotFound if this package has no such model. For a model of another runtime,
+        raises ``other`` instead, if it is given.
         """
         model = find_model(registry, name, version)
         if not is_ours(model):

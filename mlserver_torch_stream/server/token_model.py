@@ -183,7 +183,7 @@ class TokenModel(ServedModel):
     """A model that generates tokens."""
 
     def generator(self, endpoint: EndpointKind) -> Generator:
-        """Makes the generator, which turns requests into token streams. Raises NotServing."""
+        """Returns the generator, which turns requests into token streams. Raises NotServing if no model is loaded."""
         built = self._slot.built
         return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
 
@@ -205,7 +205,7 @@ class TokenModel(ServedModel):
 
     def most_open(self) -> int:
         """Returns ``max_num_seqs``, which is also the number of requests of one gRPC stream that may run at once.
-        Raises NotServing.
+        Raises NotServing if the model is not loaded.
         """
         return int(self._slot.built.engine.info.max_num_seqs)
 

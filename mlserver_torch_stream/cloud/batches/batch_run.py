@@ -144,7 +144,8 @@ class BatchRun:
     async def run(self) -> None:
         """Runs the batch to its end.
 
-        Raises CloudError. In this case delivered items are kept, and the run may be tried again.
+        Raises CloudError if the store or the model fails; delivered items are then kept, and the run may be tried
+        again.
         """
         record = await self._places.batches.get(self.id)
         if record.status == "validating" or (record.status == "cancelling" and not record.total):

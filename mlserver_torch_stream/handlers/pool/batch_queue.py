@@ -128,7 +128,7 @@ class BatchQueue:
     def add(self, job: HandlerJob, now: float, idle: Collection[int] = ()) -> None:
         """Adds a request that has arrived. ``idle`` are the workers that are gathering a batch, as in ``waiting``.
 
-        Raises QueueFull or RequestTooLarge.
+        Raises QueueFull if too many requests are waiting, and RequestTooLarge if a worker cannot receive so many bytes.
         """
         if job.bytes > self._most_bytes:
             raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")

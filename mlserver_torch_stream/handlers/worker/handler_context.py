@@ -180,7 +180,9 @@ class Outlet:
         self.ended: set[str] = set()  # the ids of the requests whose last piece was sent
 
     def sendall(self, message: bytes | bytearray | None) -> None:
-        """Sends a message that is encoded in TorchServe's binary format. Raises ClientsLeft."""
+        """Sends a message that is encoded in TorchServe's binary format. Raises ClientsLeft if no client waits any
+        more.
+        """
         self.send(None if message is None else parse(message))
 
     def fail(self, request_ids: Sequence[str], status: int, message: str) -> None:
@@ -190,7 +192,9 @@ class Outlet:
         self.ended.update(failed)
 
     def send(self, response: Response | None) -> None:
-        """Sends a response, which is None on ranks other than the first. Raises ClientsLeft."""
+        """Sends a response, which is None on ranks other than the first. Raises ClientsLeft if no client waits any
+        more.
+        """
         if response is None:
             self._stop.sent(left=False)
             return

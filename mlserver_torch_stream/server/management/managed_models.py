@@ -90,11 +90,11 @@ class ManagedModels:
         return {model.name: self._url(model) for model in default_models(self._registry)}
 
     def find(self, name: str, version: str | None) -> MLModel:
-        """Returns the model, which must belong to this package. Raises RequestError."""
+        """Returns the model. Raises RequestError if this package has no such model."""
         return find_accepted(self._registry, name, version, lambda model: model is not None)
 
     def versions(self, name: str) -> list[MLModel]:
-        """Returns all versions of a model. Raises RequestError."""
+        """Returns all versions of a model. Raises RequestError if there is no such model."""
         self.find(name, None)
         return [model for model in all_models(self._registry) if model.name == name]
 

@@ -118,7 +118,9 @@ Descriptions = list[dict[str, Any]]
 
 
 async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the handler's own description, which must be a JSON object, as in TorchServe. Raises RequestError."""
+    """Returns the handler's own description, as in TorchServe; an empty dict if it is not a JSON object. Raises
+    RequestError if the handler fails.
+    """
     if not isinstance(model, HandlerModel):
         return {}
     reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)
