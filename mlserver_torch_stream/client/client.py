@@ -52,7 +52,7 @@ class Client:
     """Streams generations from one server. Connections are kept for the next call.
 
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
-    TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
+    TLS). ``api`` is ``v2``. ``headers`` are sent with every request, over gRPC as metadata, and so is ``api_key``, as
     ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events. ``ca_file`` are PEM certificates of
     the authorities to trust instead of the defaults of httpx and gRPC. Raises ValueError for a URL, another ``api``, a
     header, a key, a timeout or a file that is not valid.

@@ -169,7 +169,7 @@ def _count(said: Any) -> int:
 
 
 _JSON = "application/json"
-_MAX_PIECES = 1 << 18  # each takes about 500 bytes of memory beside its content
+_MAX_PIECES = 1 << 18  # each takes about 500 bytes of memory in addition to its content
 
 
 class AnswerTooLarge(Exception):

@@ -136,9 +136,8 @@ class Store:
     def open(
         cls, url: str, options: Mapping[str, str] | None = None, stall_s: float = 30.0, *, make: bool = True
     ) -> Store:
-        """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
-
-        If ``make`` is false, a missing folder is not created, but treated as an empty store.
+        """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused
+        if it cannot be opened. If ``make`` is false, a missing folder is not created, but treated as an empty store.
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):

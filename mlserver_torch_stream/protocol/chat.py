@@ -80,9 +80,9 @@ class MessageMetadata(Body):
     cache_control: Any = None
     id: Any = None
     reasoning_details: Any = None
-    thinking_blocks: Any = None  # LiteLLM, beside reasoning_content
-    reasoning_items: Any = None  # LiteLLM, beside reasoning_content
-    parsed: Any = None  # the openai SDK's chat.completions.parse, beside content
+    thinking_blocks: Any = None  # LiteLLM, alongside reasoning_content
+    reasoning_items: Any = None  # LiteLLM, alongside reasoning_content
+    parsed: Any = None  # the openai SDK's chat.completions.parse, alongside content
 
 
 class ChatMessage(MessageMetadata):

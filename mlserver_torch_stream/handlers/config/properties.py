@@ -18,7 +18,7 @@ CARRIED = {
     "default_workers_per_model": "minWorkers",
     "job_queue_size": "jobQueueSize",
 }
-METRICS_CONFIG = "metrics_config"  # the path of a file, which is copied beside each model's settings
+METRICS_CONFIG = "metrics_config"  # the path of a file, which is copied next to each model's settings
 MODEL_SNAPSHOT = "model_snapshot"  # JSON: the archives to load, each with its settings
 _MODELS = "models"  # JSON: settings by model and version
 MAR, DEFAULT_VERSION = "marName", "defaultVersion"  # here the model's folder says both

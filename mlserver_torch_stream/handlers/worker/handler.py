@@ -125,7 +125,7 @@ def _built_in(name: str, spelled: str) -> ModuleType:
         own = error.name == f"ts.torch_handler.{name}"
         why = "is in the torchserve package" if own else f"needs a module that is missing, {error.name}"
         raise HandlerRefused(f"TorchServe's handler {spelled!r} {why}: install {BUILT_IN[name]}") from None
-    except Exception as error:  # torchvision, for example, raises RuntimeError beside another version of torch
+    except Exception as error:  # torchvision, for example, raises RuntimeError if torch has another version
         raise HandlerRefused(f"TorchServe's handler {spelled!r} cannot be imported: {described(error)}") from error
 
 

@@ -156,7 +156,7 @@ class HandlerContext(Context):  # type: ignore[misc]
     def piece(self, index: int, value: Any, last: bool, request_id: str | None = None) -> SentPiece:
         """Encodes the value for the request at ``index``, or for ``request_id`` if it is given.
 
-        Raises values.Unserialisable if the value cannot be sent, or if the handler has broken the context.
+        Raises values.Unserialisable if the value cannot be sent, or if the handler has damaged the context.
         """
         try:
             status, _ = self.get_response_status(index)

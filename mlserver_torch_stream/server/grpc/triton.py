@@ -137,7 +137,8 @@ class TritonReply(Request[Reply]):
 def _error_of(body: JsonObject) -> str:
     """Returns the error of the response's sequence.
 
-    It is empty if the sequence ended with ``timeout`` or ``abort``: Triton's clients drop the text beside an error.
+    It is empty if the sequence ended with ``timeout`` or ``abort``: Triton's clients drop the text that comes with an
+    error.
     """
     reasons = [tensor["data"] for tensor in body["outputs"] if tensor["name"] == FINISH_REASON]
     failed = reasons in ([], [[FinishReason.ERROR.value]])
