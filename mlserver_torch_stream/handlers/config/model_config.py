@@ -53,7 +53,7 @@ class HandlerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     minWorkers: int = Field(1, ge=0)  # worker processes
-    maxWorkers: int = Field(0, ge=0)  # below minWorkers, as the default is: the number never changes
+    maxWorkers: int = Field(0, ge=0)  # if below minWorkers, as by default, the number is fixed
     scaleUpAfterMSec: int = Field(1000, ge=0)  # how long a request waits, while no worker is free, until one is added
     scaleDownAfterMSec: int = Field(60_000, ge=0)  # how long an idle worker stays
     batchSize: int = Field(1, gt=0)
