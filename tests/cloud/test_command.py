@@ -244,7 +244,7 @@ def test_an_output_that_may_not_be_written_is_told_before_anything_is_inferred(
     assert "s3://bucket/out/lease.json: no permission" in capsys.readouterr().err and not server.asked
 
 
-@pytest.mark.parametrize(("listing", "named"), [(404, "is not there"), (403, "no permission")])
+@pytest.mark.parametrize(("listing", "named"), [(404, "does not exist"), (403, "no permission")])
 def test_a_bucket_that_cannot_be_listed_is_told_at_once(
     server: ModelServer, capsys: Any, listing: int, named: str
 ) -> None:

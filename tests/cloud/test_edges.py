@@ -298,7 +298,7 @@ def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
     asyncio.run(plan(CloudRun(str(tmp_path / "in"), output=str(tmp_path / "out"))))
-    with pytest.raises(RunRefused, match=r"--manifest: .* is not there"):
+    with pytest.raises(RunRefused, match=r"--manifest: .* does not exist"):
         asyncio.run(plan(CloudRun(str(tmp_path / "in"), manifest=str(tmp_path / "none" / "list"))))
     assert os.listdir(tmp_path) == ["in"]
 

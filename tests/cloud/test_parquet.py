@@ -170,7 +170,7 @@ def test_a_member_over_the_bound_is_refused_by_name_and_the_next_one_is_read(tmp
 @pytest.mark.parametrize(
     ("data", "columns", "named"),
     [
-        (b"", ("question",), "is not Parquet"),
+        (b"", ("question",), "is not a Parquet file"),
         (b"PAR1" + b"x" * 100 + b"PAR1", ("question",), "has a footer of"),
         (_file(3)[:-9] + b"x" + _file(3)[-8:], ("nothing",), "cannot be read"),
         (_file(3), ("nothing",), "has no column 'nothing'"),

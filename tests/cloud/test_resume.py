@@ -138,7 +138,7 @@ def test_an_output_of_another_run_is_refused_and_what_differs_is_named(
 def test_parts_that_nobody_claims_are_not_touched(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "part-000000.jsonl").write_text("mine\n")
-    with pytest.raises(RunRefused, match="without a manifest"):
+    with pytest.raises(RunRefused, match="has parts but no manifest"):
         run(job(folder), Model())
     assert (folder / "out" / "part-000000.jsonl").read_text() == "mine\n"
 
@@ -183,7 +183,8 @@ def test_a_glob_and_a_manifest_choose_and_a_manifests_order_is_kept(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("manifest", "named"), [("a\na\n", "line 2 names a again"), ("{}\n", "line 1 is neither"), ("", "nothing found")]
+    ("manifest", "named"),
+    [("a\na\n", "line 2 repeats a, which is already on line 1"), ("{}\n", "line 1 is neither"), ("", "nothing found")],
 )
 def test_manifests_that_mean_nothing_are_refused(folder: Path, manifest: str, named: str) -> None:
     (folder / "list").write_text(manifest)

@@ -244,7 +244,7 @@ def test_names_tell_urls_apart_that_differ_in_their_queries(other: Recorder, tmp
         ("https://user:pw@host/a.txt", "has a user or a password"),
         ('{"url": "https://host/a"}', "line 1 is neither a URL nor"),
         ('{"key": "https://host/a"', "line 1 is neither a URL nor"),
-        ("https://host/a?1\nhttps://host/a?2", "line 2 names https://host/a again"),
+        ("https://host/a?1\nhttps://host/a?2", "line 2 repeats https://host/a, which is already on line 1"),
     ],
 )
 def test_lines_that_name_no_object_are_refused(line: str, named: str) -> None:
