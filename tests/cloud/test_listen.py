@@ -210,7 +210,7 @@ def test_an_event_is_recorded_before_it_is_accepted_and_its_record_goes_when_its
         ({**_GOOGLE, "type": "x", "data_base64": "~"}, _STRUCTURED, 400, "data_base64"),
         ([_GOOGLE], {"Content-Type": "application/cloudevents-batch+json"}, 415, "not implemented"),
         (_s3("in/a.txt"), {"Content-Encoding": "gzip"}, 415, "Content-Encoding"),
-        (b" " * (MAX_EVENT_BYTES + 1), {}, 413, "more than"),
+        (b" " * (MAX_EVENT_BYTES + 1), {}, 413, "larger than"),
     ],
 )
 def test_an_event_that_is_refused_is_counted_and_leaves_nothing(
