@@ -1,7 +1,7 @@
 """Streams Hugging Face causal language models token by token on MLServer.
 
 MLServer reloads this module each time it resolves ``implementation: mlserver_torch_stream.TorchStreamRuntime``
-(``importlib.reload``), so it holds nothing but lazy re-exports: no torch, no state, no patches.
+(``importlib.reload``), so it contains nothing but lazy re-exports: no torch, no state, no patches.
 """
 
 from importlib import import_module

@@ -11,9 +11,10 @@ for _power, _letter in enumerate("kmgt", start=1):
 
 
 def parse_bytes(value: Any) -> Any:
-    """Parses ``"4GiB"``, ``"512MB"`` or ``"1024"`` into a number of bytes. Other values are returned unchanged.
+    """Parses ``"4GiB"``, ``"512MB"`` or ``"1024"`` into a number of bytes. Values that are not strings are returned
+    unchanged.
 
-    Raises ValueError.
+    Raises ValueError for any other string.
     """
     if not isinstance(value, str):
         return value

@@ -116,13 +116,13 @@ class EngineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str | None = None
-    """The model: a folder, a `.gguf` file, a hub id, `hf://…` or `embedded://…`; it beats `parameters.uri`."""
+    """The model: a folder, a `.gguf` file, a hub id, `hf://…` or `embedded://…`; it overrides `parameters.uri`."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     tokenizer: str | None = None
     """A folder or a hub id; default: the model's own tokenizer."""
     chat_template: str | None = None
-    """A Jinja template, or the file that holds it; default: the tokenizer's template."""
+    """A Jinja template, or a file that contains one; default: the tokenizer's template."""
     tool_parser: Literal["auto", "template", "hermes", "llama3", "mistral", "qwen3_coder", "glm45", "none"] = "auto"
     """The notation of the model's tool calls ([tools.md](tools.md#how-models-write-calls)); `auto` finds it, and with
     `none` calls stay text."""
@@ -250,7 +250,7 @@ class EngineSettings(BaseModel):
         for key, name in VLLM_NAMES.items():
             ours, default = info.data.get(key), cls.model_fields[key].default
             if name in vllm and ours != default and ours != vllm[name]:
-                raise ValueError(f"{name} is {vllm[name]!r}, and parameters.extra.{key} is {ours!r}")
+                raise ValueError(f"{name} is {vllm[name]!r}, but parameters.extra.{key} is {ours!r}")
         return vllm
 
     @field_validator("lora_modules")

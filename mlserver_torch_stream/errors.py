@@ -41,7 +41,7 @@ class InvalidInput(RequestError):
 
 
 class ContextLengthExceeded(InvalidInput):
-    """The prompt has more tokens than the model's context holds.
+    """The prompt has more tokens than the model's context can hold.
 
     Clients recognise it by the code or by OpenAI's wording.
     """
@@ -54,7 +54,7 @@ class ContextLengthExceeded(InvalidInput):
 
 
 class UnknownModel(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not have."""
 
     status = 404
     field = "model"
@@ -75,7 +75,8 @@ class Unauthorized(RequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys, or x-api-key"
+            "this request needs a key: send the header 'Authorization: Bearer KEY' with one of the server's keys, or "
+            "x-api-key"
         )
 
 
@@ -122,7 +123,7 @@ class ConstraintTooComplex(GenerationFailed):
     status = 422
 
     def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: is too complex: the answer cannot be kept to its constraint: {reason}")
+        super().__init__(f"{field}: is too complex: the answer cannot be constrained: {reason}")
         self.field = field
 
 

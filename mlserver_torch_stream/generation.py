@@ -36,21 +36,25 @@ T = TypeVar("T")
 
 
 class Arrivals(Generic[T]):
-    """Call ``next`` until it returns None, then read the stream; call ``close`` in any case.
+    """Receives the pieces of a prompt, and watches the prompt's stream meanwhile.
 
-    ``next`` raises if no piece arrives for ``seconds``, unless they are 0, and if the stream ends meanwhile: at a
-    deadline, a shutdown or a failure.
+    Call ``next`` until it returns None, then read the stream; call ``close`` in any case. If ``seconds`` is 0, ``next``
+    waits for a piece without a limit.
     """
 
     def __init__(self, pieces: AsyncIterator[T], stream: AsyncIterator[TokenEvent], seconds: float) -> None:
         self._pieces = pieces
         self._seconds = seconds
-        # Nothing is generated before the prompt is whole: the first event is the stream's end.
+        # Nothing is generated before the prompt is complete, so the first event can only be the stream's end.
         self._end = asyncio.ensure_future(anext(stream))
         self._following: asyncio.Future[T] | None = None
 
     async def next(self) -> T | None:
-        """Raises TimedOut, or the error that has ended the stream."""
+        """Returns the next piece; None after the last.
+
+        Raises TimedOut if no piece arrives in time. If the stream ends first, at a deadline, a shutdown or a failure,
+        raises the error that ended it.
+        """
         self._following = asyncio.ensure_future(anext(self._pieces))
         await asyncio.wait(
             (self._end, self._following), timeout=self._seconds or None, return_when=asyncio.FIRST_COMPLETED
@@ -58,7 +62,7 @@ class Arrivals(Generic[T]):
         if self._end.done():
             raise self._reason()
         if not self._following.done():
-            raise TimedOut(f"no further piece of the prompt came within {self._seconds:g} s")
+            raise TimedOut(f"no further piece of the prompt arrived within {self._seconds:g} s")
         try:
             return self._following.result()
         except StopAsyncIteration:
@@ -74,7 +78,7 @@ class Arrivals(Generic[T]):
         if error is not None and not isinstance(error, StopAsyncIteration):
             return error
         last = None if error is not None else self._end.result().error
-        return last or NotServing("the stream ended before the prompt was whole")
+        return last or NotServing("the stream ended before the prompt was complete")
 
     def close(self) -> None:
         """Ends the generation. It does not await, because it may run in a task that can no longer do so; a second call
@@ -168,7 +172,7 @@ class Generator:
     observers: RequestObservers = field(default_factory=RequestObservers)
 
     async def start(self, request: GenerationRequest, opened: Opened) -> None:
-        """Submits all prompts of a request. Raises RequestError."""
+        """Submits all prompts of a request. Raises RequestError if the request cannot be accepted."""
         n = request.sampling.n
         submitted = []
         with self._observed(request) as observer:
@@ -196,7 +200,9 @@ class Generator:
     async def _prepared(
         self, request: GenerationRequest, prompt: Prompt, ids: tuple[int, ...], *, first_index: int
     ) -> EngineRequest:
-        """Raises InvalidInput if the constraint of the answers cannot be compiled."""
+        """Returns the engine's request for one prompt. Raises InvalidInput if the constraint of its answers cannot be
+        compiled.
+        """
         if not isinstance(prompt, ChatPrompt):
             constraint = await self._compiled(request.constraint)
             text = await self._echoed(prompt, ids) if request.reply.echo_prompt else ""
@@ -215,7 +221,9 @@ class Generator:
     async def _compiled(
         self, constraint: Constraint | None, reasoning: ReasoningMarks | None = None
     ) -> CompiledConstraint | None:
-        """Raises InvalidInput, which names the constraint's field."""
+        """Returns the compiled constraint. Raises InvalidInput, which names the constraint's field, if compiling fails
+        or takes too long, and QueueFull if other constraints keep it waiting.
+        """
         if constraint is None:
             return None
         compiling = self.codec.submit(constraint, reasoning)
@@ -295,7 +303,7 @@ def _check_scores(request: GenerationRequest, tokens: int) -> None:
     top, n = request.sampling.prompt_logprobs, request.sampling.n
     if top is not None and (logprobs := tokens * (1 + top) * n) > _MAX_PROMPT_LOGPROBS:
         asked = f"{tokens} prompt tokens with {top} alternatives, {n} times: {logprobs} log-probabilities"
-        raise InvalidInput("prompt_logprobs", f"asks for too much: {asked}, at most {_MAX_PROMPT_LOGPROBS}")
+        raise InvalidInput("prompt_logprobs", f"asks for too much: {asked}; at most {_MAX_PROMPT_LOGPROBS} are allowed")
 
 
 def _engine_request(
@@ -339,7 +347,7 @@ class _TextLength:
         self._length = self._checked = 0
 
     async def add(self, text: str) -> None:
-        """Raises ContextLengthExceeded."""
+        """Adds a piece. Raises ContextLengthExceeded if no prompt that begins with the pieces so far can fit."""
         self._texts.append(text)
         self._length += len(text)
         if self._length >= self._checked * _GROWTH:

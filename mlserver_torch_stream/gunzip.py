@@ -45,6 +45,6 @@ class Gunzip:
     def end(self) -> None:
         """Raises Damaged if the last member is cut off, or if there is no member."""
         if not self._begun:
-            raise Damaged("is empty, which is not gzip")
+            raise Damaged("is empty, so it is not gzip")
         if not self._member.eof:
-            raise Damaged("is gzip that ends before its end")
+            raise Damaged("is a gzip stream that ends too early")

@@ -40,7 +40,7 @@ def find_path(path: str, source_folder: str | None) -> Path | None:
     found = next((each.resolve() for each in candidates if each.exists()), None)
     roots = [Path(root).resolve() for root in os.environ.get(ENV_ROOTS, "").split(os.pathsep) if root]
     if found is not None and roots and not any(found.is_relative_to(root) for root in roots):
-        raise SettingsError(f"{path} lies in no folder of {ENV_ROOTS}")
+        raise SettingsError(f"{path} is not in any folder of {ENV_ROOTS}")
     return found
 
 
@@ -54,7 +54,9 @@ def resolve_source(uri: str, source_folder: str | None = None) -> ModelSource:
             raise SettingsError(f"parameters.uri: {uri!r} is not a hub id; write hf://org/name")
         return ModelSource("hub", hub_id)
     if "://" in uri and not uri.startswith("file://"):
-        raise SettingsError(f"parameters.uri: unknown scheme in {uri!r}; known are embedded://, hf:// and file://")
+        raise SettingsError(
+            f"parameters.uri: unknown scheme in {uri!r}; the schemes are embedded://, hf:// and file://"
+        )
 
     plain = uri.removeprefix("file://")
     found = find_path(plain, source_folder)

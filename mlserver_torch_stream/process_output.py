@@ -86,5 +86,5 @@ class _Drain:
 
     def _log_dropped(self) -> None:
         if self._dropped:
-            logger.warning("%s: %d more lines dropped, at most %d/s are kept", self._name, self._dropped, _LINES_PER_S)
+            logger.warning("%s: %d more lines dropped; at most %d/s are kept", self._name, self._dropped, _LINES_PER_S)
             self._dropped = 0

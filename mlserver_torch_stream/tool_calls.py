@@ -12,9 +12,9 @@ _CHARACTERS_PER_DELTA = 20
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which functions an answer may call. ``strict`` holds the functions whose arguments must match their schema.
+    """Which functions an answer may call. ``strict`` contains the functions whose arguments must match their schema.
 
-    ``name`` is the only function that it may call, which it then must. Without ``parallel`` the answer ends with its
+    If ``name`` is set, the answer must call this function and no other. Without ``parallel`` the answer ends with its
     first call.
     """
 
@@ -48,7 +48,7 @@ class ToolCallDelta:
 
 
 def calls_of(objects: Iterable[Mapping[str, Any]]) -> tuple[ToolCallDelta, ...]:
-    """Returns the calls of a reply, or parts of them, in OpenAI's shape. Whole calls bear no index."""
+    """Returns the calls of a reply, or parts of them, in OpenAI's shape. Whole calls have no index."""
     return tuple(
         ToolCallDelta(
             each.get("index", position),

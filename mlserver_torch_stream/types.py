@@ -181,7 +181,7 @@ class ReplyOptions:
     echo_prompt: bool = False  # the answer's text starts with the prompt
     outputs: frozenset[str] | None = None  # None means all
     usage_message: bool = False  # OpenAI's streams: the token counts, as a message of their own
-    continuous_usage: bool = False  # beside that message: the counts of each chunk's sequence so far
+    continuous_usage: bool = False  # in addition to that message: the counts of each chunk's sequence so far
     warnings: tuple[str, ...] = ()  # the parts of a Responses request that are ignored
     repeated: Mapping[str, Any] = field(default_factory=dict)  # parameters that OpenAI's response objects repeat
 

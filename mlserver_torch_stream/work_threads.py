@@ -41,7 +41,9 @@ class Cancellation:
 
     @contextlib.contextmanager
     def interrupted_by(self, interrupt: Callable[[], object]) -> Iterator[None]:
-        """``cancel`` calls ``interrupt``, which ends what the block waits for. Raises WorkCancelled after it."""
+        """While the block runs, ``cancel`` calls ``interrupt``, which must end what the block waits for. Raises
+        WorkCancelled before or after the block if the work is cancelled.
+        """
         with self._lock:
             self._interrupts.append(interrupt)
         try:
@@ -57,7 +59,7 @@ class Cancellation:
             raise WorkCancelled
 
 
-# The cancellation of the work that a thread does. Work that cannot be cancelled has one that is never called.
+# The cancellation of the work that a thread does; it is not set for work that cannot be cancelled.
 _CANCELLATION: contextvars.ContextVar[Cancellation] = contextvars.ContextVar("cancellation")
 
 
@@ -114,7 +116,7 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def exit_from_work(status: int) -> None:
-    """Ends the process at once if such a thread still runs; for ``atexit``.
+    """Ends the process at once if a thread of ``in_thread`` still runs; for ``atexit``.
 
     A thread that returns from torch while the interpreter shuts down aborts the whole process (SIGABRT).
     """

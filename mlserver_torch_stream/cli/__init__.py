@@ -20,7 +20,7 @@ _COMMANDS = {
     "cloud": ("cloud", "answer prompts from the objects of a bucket, a folder or a list of URLs"),
     "plan": ("plan", "compute how many streams of a model fit on a device, and how fast they can be"),
     "rank": ("rank", "run one rank of a tensor-parallel server; torchrun starts this command"),
-    "serve-torchserve": ("serve_torchserve", "serve the model store of a TorchServe, as its config.properties says"),
+    "serve-torchserve": ("serve_torchserve", "serve a TorchServe model store, as its config.properties says"),
     "torchserve": ("serve_torchserve", "the same, with the options of TorchServe's own command"),
     "import-mar": ("import_mar", "write a model folder for a TorchServe archive"),
 }

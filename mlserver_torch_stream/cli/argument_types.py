@@ -24,10 +24,10 @@ def count(text: str) -> int:
 
 
 def port_number(text: str) -> int:
-    """Reads a port, 0 to 65535. Raises ArgumentTypeError otherwise."""
+    """Reads a port from 0 to 65535. Raises ArgumentTypeError otherwise."""
     number = _whole(text, 0)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, got {text!r}")
     return number
 
 
@@ -87,12 +87,14 @@ def openai_key() -> str | None:
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{KEY_VARIABLE}: has characters that a header cannot carry")
+        raise ValueError(f"{KEY_VARIABLE}: has characters that a header cannot contain")
     return key or None
 
 
 def key_in_file(path: str, option: str = "--api-key-file") -> str:
-    """Returns the first key in a file with one key a line. Comments are skipped. Raises ValueError."""
+    """Returns the first key in a file with one key per line; comments are skipped. Raises ValueError if the file cannot
+    be read or has no key.
+    """
     try:
         lines = map(str.strip, Path(path).read_text(encoding="ascii").splitlines())
     except (OSError, UnicodeDecodeError) as error:

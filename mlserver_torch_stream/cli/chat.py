@@ -244,15 +244,18 @@ def _parameters(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _choose_model(server: client.Client, url: str, source: TextIO, sink: TextIO) -> str:
-    """Returns the server's only model, or the one that the user chooses from several. Raises ClientError."""
+    """Returns the server's only model, or the one that the user chooses from several.
+
+    Raises ClientError if the server has no model, or has several and nobody can be asked.
+    """
     names = server.models()
     if len(names) == 1:
         return names[0]
     if not names:
-        raise client.ClientError(f"the server at {without_credentials(url)} has no model ready")
+        raise client.ClientError(f"the server at {without_credentials(url)} has no model that is ready")
     if source.isatty() and sink.isatty():
         return _asked_model(names, source, sink)
-    raise client.ClientError(f"the server has several models, choose one with --model: {', '.join(names)}")
+    raise client.ClientError(f"the server has several models; choose one with --model: {', '.join(names)}")
 
 
 def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
@@ -264,8 +267,8 @@ def _asked_model(names: Sequence[str], source: TextIO, sink: TextIO) -> str:
             return line
         if line.isdecimal() and 1 <= int(line[:9]) <= len(names):
             return names[int(line[:9]) - 1]
-        print("Type a number or a name of the list.", file=sink)
-    raise client.ClientError(f"the server has several models, choose one with --model: {', '.join(names)}")
+        print("Type a number or a name from the list.", file=sink)
+    raise client.ClientError(f"the server has several models; choose one with --model: {', '.join(names)}")
 
 
 def _read_line(source: TextIO, sink: TextIO, interactive: bool, prompt: str = _PROMPT) -> str | None:

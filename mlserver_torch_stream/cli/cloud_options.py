@@ -56,7 +56,7 @@ def _add_input(run: argparse.ArgumentParser) -> None:
     run.add_argument("--glob", help="keys below --input: * within a level, ** across levels")
     run.add_argument(
         "--manifest",
-        help="an object that names keys below --input, one per line; without --input URLs of any hosts and buckets",
+        help="an object that names keys below --input, one per line; without --input, URLs of any hosts and buckets",
     )
     run.add_argument("--part-rows", type=int, default=64, help="rows in one part (default: %(default)s)")
     run.add_argument(
@@ -138,8 +138,8 @@ def _add_tables(run: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="COLUMN[=FIELD]",
-        help="a column of CSV or TSV, by its number from 1 or its name, or a key of JSONL, that is the prompt or the "
-        "body of a row, or that FIELD of it",
+        help="the CSV or TSV column (a name, or a number from 1) or the JSONL key that becomes the prompt or the body "
+        "of a row; with =FIELD, that field of the body",
     )
     run.add_argument("--header", action="store_true", help="the first record names the columns; implied by a name")
     run.add_argument(
@@ -171,7 +171,7 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--batch-rows",
         type=positive,
-        help="the maximum number of rows in a batch (default: 8; with --url 1; with --handler its batchSize)",
+        help="the maximum number of rows in a batch (default: 8; with --url, 1; with --handler, its batchSize)",
     )
     command.add_argument(
         "--batch-bytes", type=nbytes, help="the maximum number of bytes of input in a batch (default: 16MiB)"
@@ -185,12 +185,13 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
         "--max-wait",
         type=seconds,
         default=0.05,
-        help="how many seconds a batch waits at most after its first row (default: %(default)s)",
+        help="the maximum number of seconds that a batch waits after its first row (default: %(default)s)",
     )
     command.add_argument(
         "--batches",
         type=positive,
-        help="batches at a time (default: 8; with --url --concurrency; with --handler its workers)",
+        help="the maximum number of batches in flight (default: 8; with --url, --concurrency; with --handler, a few "
+        "more than its workers)",
     )
     command.add_argument(
         "--window",
@@ -202,10 +203,10 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
         "--window-bytes",
         type=nbytes,
         default=128 * 2**20,
-        help="the maximum number of bytes of input of these rows (default: 128MiB)",
+        help="the maximum number of input bytes in these rows (default: 128MiB)",
     )
     command.add_argument(
-        "--tries", type=positive, default=6, help="tries of each fetch and write (default: %(default)s)"
+        "--tries", type=positive, default=6, help="attempts at each fetch and write (default: %(default)s)"
     )
     command.add_argument(
         "--stall", type=seconds, default=30.0, help="seconds to wait while a store sends nothing (default: %(default)s)"
@@ -215,7 +216,7 @@ def _add_stages(command: argparse.ArgumentParser) -> None:
 
 def _add_ending(run: argparse.ArgumentParser) -> None:
     run.add_argument("--dry-run", action="store_true", help="print what the run would do, and do nothing")
-    run.add_argument("--retry-failed", action="store_true", help="infer rows of --output that failed again, in place")
+    run.add_argument("--retry-failed", action="store_true", help="infer the failed rows of --output again, in place")
     failures = run.add_mutually_exclusive_group()
     failures.add_argument("--fail-fast", action="store_true", help="end the run at the first row that fails")
     failures.add_argument("--max-failures", type=count, help="end the run when more rows than this fail")
@@ -240,7 +241,7 @@ def _add_watch(watch: argparse.ArgumentParser) -> None:
         metavar="[HOST:]PORT",
         help="receive notifications of new objects over HTTP (host: 127.0.0.1)",
     )
-    watch.add_argument("--listen-key", metavar="FILE", help="with --listen: a file with the key that events must bear")
+    watch.add_argument("--listen-key", metavar="FILE", help="with --listen: a file with the key that events must carry")
     watch.add_argument(
         "--listen-tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="with --listen: PEM files, for https"
     )

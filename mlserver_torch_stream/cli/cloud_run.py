@@ -247,12 +247,12 @@ def check_objects(arguments: argparse.Namespace, keys: Iterable[str]) -> None:
         form = closed_format(key, kind)
         if form is not None:
             raise RunRefused(
-                f"--input: holds {key}, which is {form}, a form that is not read; write its rows as JSONL, of any "
-                "size, or exclude the object with --glob"
+                f"--input: contains {key}, which is {form}, a format that is not supported; convert its rows to "
+                "JSONL, of any size, or exclude the object with --glob"
             )
         if not kind.many and not row_request.takes(kind):
             raise RunRefused(
-                f"--input: holds {key}, of kind {kind.value}, which this model cannot take; "
+                f"--input: contains {key}, of kind {kind.value}, which this model does not accept; "
                 "exclude the object with --glob, or choose with --as how objects are read"
             )
 
@@ -264,12 +264,12 @@ def check_libraries(planned: RunPlan) -> None:
             try:
                 parquet_library()
             except RunRefused as error:
-                raise RunRefused(f"--input: holds {each.info.key}, which {error.message}") from None
+                raise RunRefused(f"--input: contains {each.info.key}, which {error.message}") from None
         if compression_of(each.info.key, planned.run.kind_of(each.info.key)) == "zstd":
             try:
                 decompressor("zstd")
             except Damaged as error:
-                raise RunRefused(f"--input: holds {each.info.key}, which {error}") from None
+                raise RunRefused(f"--input: contains {each.info.key}, which {error}") from None
 
 
 async def _print(planned: RunPlan, infer: Infer, metrics: RunMetrics) -> int:

@@ -55,7 +55,7 @@ def shown_name(arguments: argparse.Namespace) -> str | None:
 def created() -> int | None:
     """Returns the creation time for output rows if SOURCE_DATE_EPOCH sets it, which makes runs reproducible; else None.
 
-    Raises RunRefused.
+    Raises RunRefused if the variable is not a whole number.
     """
     text = os.environ.get("SOURCE_DATE_EPOCH")
     if not text:
@@ -119,13 +119,13 @@ def check(arguments: argparse.Namespace) -> None:
     check_object_options(arguments)
     for name, default in URL_DEFAULTS.items():
         if arguments.url is None and getattr(arguments, name) is not None:
-            raise RunRefused(f"--{name}: is for requests to a server; give its --url")
+            raise RunRefused(f"--{name}: applies only to requests to a server; give its --url")
         if arguments.url is not None and getattr(arguments, name) is None:
             setattr(arguments, name, default)
     if arguments.url is None and (arguments.api != "v2" or arguments.unary):
-        raise RunRefused("--api and --unary say how a server is asked; give its --url")
+        raise RunRefused("--api and --unary: apply only to requests to a server; give its --url")
     if arguments.url is not None and arguments.extra:
-        raise RunRefused("--extra: settings of the engine in this process; with --url they are the server's")
+        raise RunRefused("--extra: cannot be combined with --url, because the server has its own settings")
     if arguments.url is not None and arguments.batch_tokens:
         raise RunRefused("--batch-tokens: with --url the prompts' tokens are not known; use --batch-bytes")
     if arguments.batch_tokens and arguments.batch_bytes:
@@ -164,7 +164,7 @@ def kind_for_all(arguments: argparse.Namespace) -> Kind | None:
 
 
 def tables(arguments: argparse.Namespace) -> Tables:
-    """Returns how tables and archives are read. Raises RunRefused.
+    """Returns how tables and archives are read. Raises RunRefused if one of their options is wrong.
 
     A handler or a tensor gets the unchanged archive, unless an option asks for its members.
     """
@@ -192,9 +192,9 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
     headers = {}
     for name, value in arguments.parameters.items():
         if not isinstance(value, str | int | float) or not _HEADER.fullmatch(name) or not _TEXT.fullmatch(str(value)):
-            raise RunRefused(f"--parameters: {name}: must be the name and the text of a header")
+            raise RunRefused(f"--parameters: {name}: must be a valid header name with a text or a number")
         if _SET_HERE.fullmatch(name.lower()):
-            raise RunRefused(f"--parameters: {name}: is set for each request")
+            raise RunRefused(f"--parameters: {name}: cannot be set, because the command sets it for each request")
         headers[name.lower()] = value if isinstance(value, str) else json.dumps(value)
     return ObjectRequest(headers, arguments.rows == "piece")
 
@@ -203,9 +203,9 @@ def check_object_options(arguments: argparse.Namespace) -> None:
     """Raises RunRefused if options for whole objects contradict each other or an option for prompts."""
     if arguments.sequences:
         if arguments.handler is None:
-            raise RunRefused("--sequences: is for a --handler")
+            raise RunRefused("--sequences: needs a --handler")
         if arguments.chunk_bytes is None:
-            raise RunRefused("--sequences: a sequence is the chunks of an object; give their --chunk-bytes")
+            raise RunRefused("--sequences: needs --chunk-bytes, because a sequence consists of an object's chunks")
         if arguments.rows != "object":
             raise RunRefused("--rows: with --sequences an object is one row, since its chunks share a state")
     if not hands_objects(arguments):
@@ -215,12 +215,12 @@ def check_object_options(arguments: argparse.Namespace) -> None:
             ("rows", arguments.rows != "object"),
         ):
             if given:
-                raise RunRefused(f"--{name}: is for objects that --handler, --api torchserve or --tensor takes")
+                raise RunRefused(f"--{name}: applies only with --handler, --api torchserve or --tensor")
         return
     _check_taker(arguments)
     columns = getattr(arguments, "column", None)
     if arguments.chunk_bytes is not None and (columns or getattr(arguments, "members", None)):
-        raise RunRefused("--chunk-bytes: splits whole objects; leave it out with --column and --members")
+        raise RunRefused("--chunk-bytes: splits whole objects, so it cannot be combined with --column or --members")
     if arguments.rows == "chunk" and arguments.chunk_bytes is None:
         raise RunRefused("--rows: chunk needs --chunk-bytes")
     if arguments.whole_bytes is not None and arguments.chunk_bytes is not None:
@@ -234,7 +234,7 @@ def check_object_options(arguments: argparse.Namespace) -> None:
         ("kafka", getattr(arguments, "kafka", None)),
     ):
         if value:
-            raise RunRefused(f"--{name}: is for prompts, not for --handler, --api torchserve or --tensor")
+            raise RunRefused(f"--{name}: applies only to prompts, not to --handler, --api torchserve or --tensor")
     object_request(arguments)
 
 
@@ -250,7 +250,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
         if arguments.url is None:
             raise RunRefused("--url: --api torchserve needs the URL of the server")
         if arguments.model is None:
-            raise RunRefused("--model: names the handler's model at --url, as in name or name/version")
+            raise RunRefused("--model: --api torchserve needs the name of the model at --url, as name or name/version")
         if arguments.tensor is not None:
             raise RunRefused("--tensor: is for V2 servers; --api torchserve posts the bytes themselves")
     else:
@@ -269,4 +269,4 @@ def _check_message(arguments: argparse.Namespace) -> None:
     most = MAX_BYTES - _MAX_HEADERS
     if max(arguments.chunk_bytes or 0, arguments.whole_bytes or 0) > most:
         name = "chunk" if arguments.chunk_bytes else "whole"
-        raise RunRefused(f"--{name}-bytes: a handler takes at most {most} bytes at a time")
+        raise RunRefused(f"--{name}-bytes: a handler accepts at most {most} bytes at a time")

@@ -43,28 +43,30 @@ def watch(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if (arguments.input is None) == (arguments.kafka is None):
-        raise RunRefused("--input: give it, or --kafka, and not both")
+        raise RunRefused("--input: give either --input or --kafka, not both")
     if arguments.kafka is not None:
         for name in ("topic", "group"):
             if getattr(arguments, name) is None:
-                raise RunRefused(f"--{name}: --kafka needs it")
+                raise RunRefused(f"--{name}: is required with --kafka")
         for name in ("queue", "listen", "glob", "kind"):
             if getattr(arguments, name) is not None:
-                raise RunRefused(f"--{'as' if name == 'kind' else name}: is for objects, not for records of --kafka")
+                raise RunRefused(
+                    f"--{'as' if name == 'kind' else name}: applies only to objects, not to records of --kafka"
+                )
         for name, default in TABLE_DEFAULTS.items():
             if getattr(arguments, name) != default:
-                raise RunRefused(f"--{name}: is for objects, not for records of --kafka")
+                raise RunRefused(f"--{name}: applies only to objects, not to records of --kafka")
     else:
         settings.tables(arguments)  # refuses wrong options before a model is loaded
         for name in ("topic", "group", "dead_letter"):
             if getattr(arguments, name) is not None:
-                raise RunRefused(f"--{name.replace('_', '-')}: is for --kafka")
+                raise RunRefused(f"--{name.replace('_', '-')}: applies only with --kafka")
         if arguments.queue is not None and not arguments.input.startswith("s3://"):
             raise RunRefused("--queue: SQS reports objects in s3:// only; without --queue, --input is polled")
         if arguments.queue is not None:
             _open_queue(arguments)  # refuses it before a model is loaded
         if lies_within(arguments.output, arguments.input):
-            raise RunRefused("--output: lies within --input, so that results would be read as input")
+            raise RunRefused("--output: is inside --input, so results would be read as input")
     _check_listen(arguments)
 
 
@@ -75,14 +77,14 @@ def _check_listen(arguments: argparse.Namespace) -> None:
     if arguments.listen is None:
         for name in ("listen_key", "listen_tls", "sns_topic"):
             if getattr(arguments, name):
-                raise RunRefused(f"--{name.replace('_', '-')}: is for --listen")
+                raise RunRefused(f"--{name.replace('_', '-')}: applies only with --listen")
         return
     if arguments.queue is not None:
-        raise RunRefused("--listen: objects are announced by events over HTTP or by --queue, not by both")
+        raise RunRefused("--listen: cannot be combined with --queue, because only one of them can announce objects")
     if not arguments.input.startswith(_EVENT_SCHEMES):
         raise RunRefused(f"--listen: events name objects in {', '.join(_EVENT_SCHEMES)}; without it --input is polled")
     if arguments.listen_key is None and not _is_loopback(arguments.listen[0]):
-        raise RunRefused("--listen-key: needed where --listen is not a loopback address, as anyone could post events")
+        raise RunRefused("--listen-key: is required unless --listen is a loopback address: anyone could post events")
     _make_listener_parts(arguments)  # refuses them before a model is loaded
 
 
@@ -100,7 +102,7 @@ class _ListenerParts(TypedDict):
 
 
 def _make_listener_parts(arguments: argparse.Namespace) -> _ListenerParts:
-    """Reads the key, the certificate and the topics of ``--listen``. Raises RunRefused."""
+    """Reads the key, the certificate and the topics of ``--listen``. Raises RunRefused if one cannot be used."""
     key, tls, sns = None, None, None
     if arguments.listen_key is not None:
         try:
@@ -189,7 +191,7 @@ async def _objects(
 
 
 def _open_queue(arguments: argparse.Namespace) -> Queue:
-    """Connects to the SQS queue of ``--queue``. Raises RunRefused."""
+    """Connects to the SQS queue of ``--queue``. Raises RunRefused if the queue cannot be used."""
     try:
         from mlserver_torch_stream.cloud.sqs import Queue
     except ImportError:

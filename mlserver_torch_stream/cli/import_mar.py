@@ -130,7 +130,7 @@ def _property_notes(
 def _archive_notes(archive: Archive, extra: Mapping[str, Any], uri: str) -> Iterator[str]:
     """Yields a line for each part of an archive that has an effect in TorchServe but not here.
 
-    Raises SettingsError.
+    Raises SettingsError if a setting of the model is wrong.
     """
     from mlserver_torch_stream.handlers.config.model_config import not_honoured, read_config
     from mlserver_torch_stream.handlers.config.worker_settings import not_installed

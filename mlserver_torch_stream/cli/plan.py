@@ -1,4 +1,5 @@
-"""``mlserver-torch-stream plan MODEL --device NAME``: prints how many streams fit a device, and how fast they can be.
+"""``mlserver-torch-stream plan MODEL --device NAME``: prints how many streams fit on a device, and how fast they can
+be.
 
 The command reads the model's config; it loads no weights and does not need the device. ``engine.planning`` does the
 arithmetic.
@@ -106,17 +107,19 @@ def _advice(plans: Sequence[CapacityPlan], size: ModelSize) -> list[str]:
     least = next((plan.ranks for plan in plans if plan.fits), None)
     limits = (
         "Speeds are limits: memory read once per step, or arithmetic, whichever is slower. Streams are what the cache "
-        "has room for;\nset max_num_seqs to as many (unless it is set, it is 256 on GPUs and 32 elsewhere)."
+        "has room for;\nset max_num_seqs to that number (its default is 256 on GPUs and 32 elsewhere)."
     )
     if least is None:
         most = plans[-1].ranks
         why = f"{size.kind} can be split by {', '.join(map(str, size.ranks))}"
-        return [f"Does not fit {most} of these: {why}. A device_map with more GPUs, the CPU or a disk holds any model."]
+        return [
+            f"Does not fit on {most} of these: {why}. A device_map with more GPUs, the CPU or a disk holds any model."
+        ]
     if least == 1 and len(plans) == 1:
         return ["Fits.", limits]
     if least == 1:
         return [
-            "Fits one: set replicas to the number of GPUs, or scale pods. Tensor parallel makes one stream faster.",
+            "Fits on one: set replicas to the number of GPUs, or scale pods. Tensor parallel makes one stream faster.",
             limits,
         ]
     return [f"Set tensor_parallel_size: {least}, and scale pods of {least} GPUs.", limits]

@@ -119,7 +119,7 @@ MODEL_SETTINGS = "model-settings.json"
 PAGE = "MLSERVER_TORCH_STREAM_PAGE"
 PORTS = {"http": 8080, "grpc": 8081, "metrics": 8082}
 EMBEDDED_MODEL = f"{EMBEDDED_SCHEME}smollm2-135m-instruct"
-# MLServer's settings for streams on the user's own machine; a file or a variable beats them.
+# MLServer's settings for streams on the user's own machine; a file or a variable overrides them.
 DEFAULTS = {
     "host": "127.0.0.1",
     "parallel_workers": "0",
@@ -226,7 +226,7 @@ def choose_ports(host: str, asked: Mapping[str, int | None]) -> dict[str, int]:
     chosen: dict[str, int] = {}
     for role, port in asked.items():
         if port is not None and not is_free(host, port):
-            raise PortTaken(f"{role.upper()}_PORT {port} is taken; leave it out to have a free one chosen")
+            raise PortTaken(f"{role.upper()}_PORT {port} is taken; leave it out, and a free port is chosen")
         if port is not None:
             chosen[role] = port
     for role, usual in PORTS.items():
@@ -270,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream serve",
         description="Serve a model, or a folder of models, and print a request to copy. A settings.json of the working "
-        "directory, or of the folder of models, and MLSERVER_… variables count as for `mlserver start`.",
+        "directory, or of the folder of models, and MLSERVER_… variables apply as they do for `mlserver start`.",
     )
     parser.add_argument(
         "model",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _STORE, _FILE = "model-store", "config/config.properties"  # in a folder that KServe's storage initializer fills
 _USUAL_FILE = "config.properties"  # in the working directory
 _FILE_VARIABLE = "TS_CONFIG_FILE"
-_NO_MODELS = "no model is loaded: the management API registers models where it is open and enable_model_api is true"
+_NO_MODELS = "no model is loaded: the management API registers models if it is open and enable_model_api is true"
 _NO_EFFECT = {
     "log_config": "MLServer's logging_settings",
     "plugins_path": "JVM plugins are not carried over",
@@ -105,7 +105,7 @@ def write_models(stored: Sequence[StoredModel], config: ServerConfig, folder: Pa
                 raise LoadFailed(f"{path}: the model store has no such archive")
             name, version, yaml = read_named(path, each.name)
             if (name, version) in served:
-                raise LoadFailed(f"{path}: {served[name, version]} already is version {version} of {name}")
+                raise LoadFailed(f"{path}: {served[name, version]} is already version {version} of {name}")
         except (LoadFailed, SettingsError) as error:
             why = f"{path}: {error}" if isinstance(error, SettingsError) else str(error)
             if isinstance(error, SettingsError) and each.name is not None:  # the wrong name is in the configuration
@@ -149,13 +149,13 @@ def _option(name: str) -> str:
 
 class _Stop(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error("--stop: the server runs in the foreground: end it by SIGTERM or Ctrl-C")
+        parser.error("--stop: the server runs in the foreground; end it with SIGTERM or Ctrl-C")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mlserver-torch-stream serve-torchserve",
-        description="Serve the archives of a TorchServe's model store as its config.properties says, and list the keys "
+        description="Serve the archives of a TorchServe model store as its config.properties says, and list the keys "
         "that have no effect. The options are the same as torchserve's; the server runs in the foreground.",
     )
     parser.add_argument(
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--foreground", action="store_true", help="no effect: the server always runs in the foreground")
     parser.add_argument("--stop", action=_Stop, nargs=0, help="refused: end the process instead")
     parser.add_argument(
-        "--ts-config", help=f"TorchServe's configuration; {_FILE_VARIABLE} beats it (default: ./{_USUAL_FILE})"
+        "--ts-config", help=f"TorchServe's configuration; {_FILE_VARIABLE} overrides it (default: ./{_USUAL_FILE})"
     )
     parser.add_argument("--model-store", help="the folder of the archives")
     parser.add_argument(
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--enable-model-api",
         action="store_true",
-        help="the management API registers and unregisters models, as with the key enable_model_api",
+        help="let the management API register and unregister models, as the key enable_model_api does",
     )
     for name in ("--workflow-store", "--log-config", "--cpp-log-config"):
         parser.add_argument(name, help="no effect; a line at the start says so")

@@ -36,7 +36,7 @@ def is_grpc(url: str, api: Api) -> bool:
     if parts.scheme in _HTTP:
         return False
     if parts.port is None or parts.path not in ("", "/") or parts.username is not None:
-        raise ValueError(f"url: over gRPC it is a host and a port, got {without_credentials(url)!r}")
+        raise ValueError(f"url: over gRPC, must have only a host and a port, got {without_credentials(url)!r}")
     return True
 
 
@@ -47,7 +47,7 @@ def _parts(url: str) -> SplitResult:
     except ValueError:  # such as a port that is not a number
         readable = False
     if not readable:
-        raise ValueError(f"url: is a scheme, a host, a port and a path, got {without_credentials(url)!r}")
+        raise ValueError(f"url: must consist of a scheme, a host, a port and a path, got {without_credentials(url)!r}")
     return parts
 
 
@@ -65,16 +65,16 @@ def checked_headers(headers: Mapping[str, str] | None, api_key: str | None, *, g
     """Returns the headers, with one more that carries the key."""
     if api_key is not None:
         if not _KEY.fullmatch(api_key):
-            raise ValueError("api_key: is empty, or has characters that a header cannot carry")
+            raise ValueError("api_key: is empty, or has characters that a header cannot contain")
         if any(name.lower() == "authorization" for name in headers or {}):
-            raise ValueError("api_key: goes into the header Authorization, which headers have too")
+            raise ValueError("api_key: cannot be combined with an Authorization header in headers")
     for name, value in (headers or {}).items():
         if not _HEADER_NAME.fullmatch(name):
             raise ValueError(f"headers: {name!r} is not a valid name of a header")
         if name.lower() in _FRAMING or (grpc and name.lower().endswith(_BINARY)):
-            raise ValueError(f"headers: {name} cannot be chosen")
+            raise ValueError(f"headers: {name} cannot be set")
         if not _HEADER_VALUE.fullmatch(value):
-            raise ValueError(f"headers: the value of {name} has characters that a header cannot carry")
+            raise ValueError(f"headers: the value of {name} has characters that a header cannot contain")
     return {**(headers or {}), **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
 
 
@@ -98,7 +98,7 @@ def read_authorities(ca_file: str | os.PathLike[str] | None, url: str) -> bytes 
         tls_context(authorities)
         return authorities
     except (OSError, ValueError) as error:
-        raise ValueError(f"ca_file: {os.fspath(ca_file)} holds no certificates: {error}") from None
+        raise ValueError(f"ca_file: {os.fspath(ca_file)} contains no usable certificates: {error}") from None
 
 
 def tls_context(authorities: bytes) -> ssl.SSLContext:

@@ -117,7 +117,9 @@ def unreadable(error: Exception) -> StreamBroken:
 
 
 class StreamEnding:
-    """``started`` means that the first event has arrived."""
+    """Remembers whether a stream has started and whether it has ended. ``started`` means that its first event has
+    arrived.
+    """
 
     def __init__(self) -> None:
         self.started = False
@@ -131,6 +133,7 @@ class StreamEnding:
             yield delta
 
     def check(self) -> None:
+        """Raises StreamBroken if the final event has not arrived."""
         if not self._final:
             raise self.broken("the stream ended before its final event")
 

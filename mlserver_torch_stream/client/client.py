@@ -1,6 +1,6 @@
 """The client: a blocking class and one for asyncio. The URL's scheme selects HTTP or gRPC.
 
-Knows which transport a URL means.
+Chooses the transport for a URL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Transport(Protocol):
     """Sends calls to the server, and yields the deltas of its answers."""
 
     def stream(self, call: GenerationCall) -> Generator[Delta, None, None]:
-        """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError."""
+        """Sends the call and yields its deltas. Closing the generator cancels the call. Raises ClientError if the call
+        fails.
+        """
 
     def models(self) -> list[str]:
         """Returns the names of the models that are ready on the server. Raises ClientError."""
@@ -50,7 +52,7 @@ class Client:
     """Streams generations from one server. Connections are kept for the next call.
 
     ``url`` begins with ``http://`` or ``https://`` (REST), or with ``grpc://`` or ``grpcs://`` (gRPC, the latter with
-    TLS). ``api`` is ``v2``. ``headers`` go along with every request, over gRPC as metadata, and so does ``api_key``, as
+    TLS). ``api`` is ``v2``. ``headers`` are sent with every request, over gRPC as metadata, and so is ``api_key``, as
     ``Authorization: Bearer``. ``timeout`` bounds the seconds between two events. ``ca_file`` are PEM certificates of
     the authorities to trust instead of the defaults of httpx and gRPC. Raises ValueError for a URL, another ``api``, a
     header, a key, a timeout or a file that is not valid.
@@ -180,7 +182,7 @@ def _open_transport(
     api_key: str | None,
     ca_file: str | os.PathLike[str] | None,
 ) -> Any:
-    """Returns a Transport, or an AsyncTransport. Raises ValueError."""
+    """Returns a Transport or an AsyncTransport. Raises ValueError if an argument is wrong."""
     grpc = is_grpc(url, api)
     given = checked_headers(headers, api_key, grpc=grpc), checked_timeout(timeout), read_authorities(ca_file, url)
     if grpc:

@@ -138,7 +138,9 @@ def _set(parameter: Any, value: Any) -> None:
 
 
 def response_deltas(response: Any) -> list[Delta]:
-    """Raises GenerationError if the response carries an error, and StreamBroken if it is not an answer."""
+    """Returns the deltas of a response. Raises GenerationError if the response carries an error, and StreamBroken if it
+    is not an answer.
+    """
     parameters = {entry.key: value for entry in response.parameters for _, value in entry.value.ListFields()}
     try:
         outputs = [
@@ -179,7 +181,7 @@ def call_error(url: str, error: Any, started: bool) -> ClientError:
 
 
 class GrpcTransport:
-    """Calls that block. Closing the generator of a stream cancels its call."""
+    """Makes calls that block. Closing the generator of a stream cancels its call."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
@@ -215,8 +217,8 @@ class GrpcTransport:
 
 
 class AsyncGrpcTransport:
-    """The same for asyncio. The channel is opened at the first call, because it belongs to the event loop that is
-    running then.
+    """Makes the same calls for asyncio. The channel is opened at the first call, because it belongs to the event loop
+    that is running then.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
@@ -260,8 +262,8 @@ class AsyncGrpcTransport:
 
 
 async def _result(pending: Awaitable[Any], seconds: float | None) -> Any:
-    """Returns the result of a call. Raises TimeoutError. Raises StreamBroken if the client was closed: gRPC then
-    cancels the call, but the waiting task must not appear cancelled.
+    """Returns the result of a call. Raises TimeoutError if the call takes longer than ``seconds``, and StreamBroken if
+    the client was closed: gRPC then cancels the call, but the waiting task must not appear cancelled.
     """
     reading = asyncio.ensure_future(pending)
     try:
@@ -326,4 +328,4 @@ def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _silence(seconds: float) -> str:
-    return f"the stream broke: nothing came for {seconds:g} s"
+    return f"the stream broke: no data arrived for {seconds:g} s"

@@ -79,7 +79,7 @@ _MAX_REASON_CHARACTERS = 1000  # the maximum length of a refusal that is not JSO
 
 
 class HttpTransport:
-    """Calls that block. Closing the generator of a stream closes its connection."""
+    """Makes calls that block. Closing the generator of a stream closes its connection."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url
@@ -110,7 +110,7 @@ class HttpTransport:
 
 
 class AsyncHttpTransport:
-    """The same for asyncio."""
+    """Makes the same calls for asyncio."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout: float, authorities: bytes | None) -> None:
         self._url = url

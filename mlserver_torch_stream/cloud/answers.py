@@ -39,9 +39,9 @@ def parse(text: str | bytes) -> Any:
     try:
         value = json.loads(text, parse_constant=lambda constant: None)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     if _brackets(text) > _MAX_LEVELS and not _within_levels(value):
-        raise ValueError("it is nested too deeply")
+        raise ValueError("the JSON is nested too deeply")
     return value
 
 
@@ -169,7 +169,7 @@ def _count(said: Any) -> int:
 
 
 _JSON = "application/json"
-_MAX_PIECES = 1 << 18  # each takes about 500 bytes of memory beside its content
+_MAX_PIECES = 1 << 18  # each takes about 500 bytes of memory in addition to its content
 
 
 class AnswerTooLarge(Exception):
@@ -184,21 +184,23 @@ class PieceCollector:
         self._bytes = 0
 
     def add(self, value: bytes, content_type: str) -> None:
-        """Adds a piece. Raises AnswerTooLarge."""
+        """Adds a piece. Raises AnswerTooLarge if the answer has too many pieces or bytes."""
         self._bytes += len(value)
         if self._bytes > MAX_ANSWER_BYTES:
-            raise AnswerTooLarge(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
+            raise AnswerTooLarge(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
         if len(self.found) == _MAX_PIECES:
             raise AnswerTooLarge(f"the answer has more than {_MAX_PIECES} pieces")
         self.found.append((value, content_type))
 
     async def read(self, content: aiohttp.StreamReader, content_type: str) -> None:
-        """Adds each chunk of a body. A body that is not chunked is one piece. Raises AnswerTooLarge."""
+        """Adds each chunk of a body as a piece. A body that is not chunked is one piece. Raises AnswerTooLarge as
+        ``add``.
+        """
         piece = bytearray()
         async for data, ends in content.iter_chunks():
             piece += data
             if len(piece) > MAX_ANSWER_BYTES:
-                raise AnswerTooLarge(f"a piece of the answer is more than {MAX_ANSWER_BYTES} bytes")
+                raise AnswerTooLarge(f"a piece of the answer is larger than {MAX_ANSWER_BYTES} bytes")
             if ends:
                 self.add(bytes(piece), content_type)
                 piece = bytearray()

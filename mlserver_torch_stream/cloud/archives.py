@@ -107,9 +107,9 @@ class Unzstd:
 
     def end(self) -> None:
         if not self._begun:
-            raise Damaged("is empty, which is not zstd")
+            raise Damaged("is empty, so it is not zstd")
         if self._frame is not None:
-            raise Damaged("is zstd that ends too early")
+            raise Damaged("is a zstd stream that ends too early")
 
 
 def decompressor(compression: str | None) -> Decompressor:
@@ -340,7 +340,7 @@ class Zip:
 
 
 def _lengths(local: bytearray) -> int:
-    """Returns how many bytes the name and the extra fields after a local header have."""
+    """Returns the total length, in bytes, of the name and the extra fields that follow a local header."""
     return int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
 
 
@@ -348,7 +348,7 @@ def _zip_trouble(info: zipfile.ZipInfo) -> str:
     if info.flag_bits & 1:
         return "is encrypted"
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        return f"is compressed by method {info.compress_type} of zip, which is not supported"
+        return f"is compressed with zip method {info.compress_type}, which is not supported"
     return ""
 
 
@@ -373,7 +373,7 @@ class _ZipContent:
             self._sum = zlib.crc32(piece, self._sum)
             self._size += len(piece)
             if self._size > self._info.file_size:
-                self._trouble = f"is longer than the {self._info.file_size} bytes that its archive says"
+                self._trouble = f"is longer than the {self._info.file_size} bytes stated in the archive's directory"
                 return
             yield piece
 

@@ -66,7 +66,7 @@ class AwsClient:
             return False
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Calls a method of the service in a thread, and returns the response. Raises CloudError.
+        """Calls a method of the service in a thread, and returns the response. Raises CloudError if the call fails.
 
         If the caller is cancelled, the call continues in its thread, and its response is dropped.
         """
@@ -107,7 +107,7 @@ class S3Listing:
 
     @classmethod
     def find(cls, url: str, options: Mapping[str, str], stall_s: float) -> S3Listing | None:
-        """Returns the listing of a URL; None if the URL is not one of S3.
+        """Returns the listing of a URL; None if it is not an S3 URL.
 
         Also returns None if the credentials or the address are neither in ``options`` nor in the environment, for
         example because they come from the machine's role.

@@ -129,7 +129,9 @@ class GenerationBackend(RowBackend):
         return Outcome(body, None, answer.prompt_tokens, answer.completion_tokens, span)
 
     async def _read(self, response: aiohttp.ClientResponse, answer: HttpAnswer) -> dict[str, Any]:
-        """Returns the answer as OpenAI's object. Raises CloudError."""
+        """Returns the answer as OpenAI's object. Raises CloudError if the generation fails or the answer cannot be
+        read.
+        """
         try:
             if not self.endpoint.stream:
                 answer.whole(parse(await response.read()))
@@ -218,7 +220,7 @@ class TensorBackend(RowBackend):
                 async for part in response.content.iter_any():
                     answer += part
                     if len(answer) > MAX_ANSWER_BYTES:
-                        return answer_too_large(f"the answer is more than {MAX_ANSWER_BYTES} bytes")
+                        return answer_too_large(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
         body = {"object": "prediction", "content_type": "application/json", PREDICTIONS: [_outputs(bytes(answer))]}
         return Outcome(body, span=(began, time.monotonic()))
 
@@ -279,7 +281,7 @@ class BatchBackend(Backend):
 
     async def _in_sequence(self, row: Row) -> Outcome:
         """Returns the outcome of a chunk. The chunk is sent again only if no worker has received it. Raises
-        SequenceLost.
+        SequenceLost if the connection breaks or the worker fails.
         """
         frame = self._frame(row)
         starts = row.chunk is not None and row.chunk.index == 0
@@ -317,7 +319,7 @@ class BatchBackend(Backend):
 
     async def most_sequences(self) -> int:
         """Returns how many sequences a handler can have open at a time. Raises RunRefused if the handler keeps no
-        state.
+        state, or keeps it without a time limit.
         """
         described = await self._describe()
         if not described["stateful"]:
@@ -347,7 +349,7 @@ class BatchBackend(Backend):
         return encode_frame({"path": ask.path, **({"count": True} if counted else {})}, content)
 
     async def _post(self, frames: Sequence[bytes]) -> list[_Frame]:
-        """Returns the answers to one batch. Raises CloudError."""
+        """Returns the answers to one batch. Raises CloudError if the connection breaks before they arrive."""
         if self._exchange is None or self._exchange.done():
             self._outgoing, self._waiting = asyncio.Queue(), {}
             self._exchange = asyncio.create_task(self._run_exchange(self._outgoing, self._waiting))
@@ -377,7 +379,7 @@ class BatchBackend(Backend):
                 async for number, answers in _answered_batches(response.content):
                     if number in waiting and not waiting[number].done():
                         waiting[number].set_result(answers)
-            raise StoreUnavailable(f"{self._url}: the exchange of batches has ended")
+            raise StoreUnavailable(f"{self._url}: the server ended the exchange of batches")
         except CloudError as error:
             for answer in list(waiting.values()):
                 if not answer.done():
@@ -460,7 +462,7 @@ def _torchserve_error(body: bytes) -> Mapping[str, Any]:
 
 
 def _outputs(answer: bytes) -> list[dict[str, Any]]:
-    """Returns the output tensors of a V2 reply. Raises RowFailed."""
+    """Returns the output tensors of a V2 reply. Raises RowFailed if the reply cannot be read."""
     try:
         return [
             {key: tensor[key] for key in ("name", "datatype", "shape", "parameters", "data") if key in tensor}

@@ -95,12 +95,12 @@ def _pass_result(ended: asyncio.Future[T], lost: Callable[[T], object]) -> None:
 class Concurrency:
     """Limits the requests in flight by additive increase and multiplicative decrease, between 1 and ``most``.
 
-    If a request is refused that started before the last decrease, the limit does not decrease again.
+    If a refused request had started before the last decrease, the limit does not decrease again.
     """
 
     def __init__(self, most: int, start: int = 4) -> None:
         if most < 1:
-            raise ValueError("at least one request is in flight")
+            raise ValueError(f"most must be at least 1, got {most}")
         self.most = most
         self._limit = float(min(start, most))
         self._cuts = 0

@@ -290,5 +290,5 @@ async def only_model(url: str, api: Api, key: str | None) -> str:
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
         raise RunRefused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
     if len(names) != 1:
-        raise RunRefused(f"--model: name one of the server's models: {', '.join(names) or 'it has none'}")
+        raise RunRefused(f"--model: must name one of the server's models: {', '.join(names) or 'it has none'}")
     return names[0]

@@ -114,7 +114,7 @@ class Topic:
                 try:
                     await self.retry.run(self.output.create, name, data)
                     written = data
-                except ObjectExists:  # the consumer that has this partition now wrote it
+                except ObjectExists:  # the partition's new consumer wrote it
                     continue
             rows = [json.loads(line) for line in written.splitlines()]
             last = rows[-1]["line"]

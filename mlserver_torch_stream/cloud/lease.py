@@ -95,7 +95,7 @@ class WriterLease:
         """Raises ObjectChanged once another command has taken over the output."""
         if self._lost:
             raise ObjectChanged(
-                f"{self._output.url}: another command writes to it now, because this command was silent for too long"
+                f"{self._output.url}: another command has taken over, because this one did not renew its lease in time"
             )
 
     async def _take_over(self) -> None:
@@ -126,8 +126,8 @@ class WriterLease:
             return
         raise InUse(
             f"--output: another command writes to {self._output.url}: process {holder.get('pid')} on "
-            f"{holder.get('host')}. Wait for its end, or share the rows with --worker; if it is dead, it blocks this "
-            f"output for {self._silence:g} s at most"
+            f"{holder.get('host')}. Wait until it ends, or share the rows with --worker; if the process is dead, the "
+            f"output is blocked for at most {self._silence:g} s"
         )
 
     def _text(self, *, ended: bool = False) -> bytes:
@@ -207,8 +207,8 @@ async def read_claim(output: Store, config: Mapping[str, Any], retry: Retry) -> 
         raise RunRefused(f"--output: the manifest in {output.url} was not written by this program") from None
     if form != FORMAT:
         raise RunRefused(
-            f"--output: {output.url} was written in format {form}, by another version of this program, whose rows look "
-            f"different from those of format {FORMAT}; choose an empty place"
+            f"--output: {output.url} was written in format {form}, by another version of this program, whose rows "
+            f"differ from those of format {FORMAT}; choose an empty folder or prefix"
         )
     differing = differences({key: value for key, value in was.items() if key not in _OWN}, config)
     if differing:
@@ -225,7 +225,7 @@ async def claim(output: Store, config: Mapping[str, Any], created: int, retry: R
         await retry.run(output.create, MANIFEST, text)
     except ObjectExists:
         found = await read_claim(output, config, retry)
-        assert found is not None, "the manifest has gone"
+        assert found is not None, "the manifest has disappeared"
         return found
     return run
 

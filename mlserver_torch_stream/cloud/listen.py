@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.sns import SnsVerifier
 
 MAX_EVENT_BYTES = 2**20
-_MAX_OPEN = 10_000  # the maximum number of objects of accepted events
+_MAX_OPEN = 10_000  # the maximum number of objects that accepted events name and that are not done yet
 _MAX_REQUESTS = 64  # the maximum number of requests in flight
 _BODY_S = 10.0
 _RETRY_AFTER_S = 5
@@ -54,7 +54,7 @@ class EventListener:
 
     ``records`` says where accepted events are recorded. ``key`` is the secret that an event must carry, as a bearer
     token or as the password of basic authentication; None means that no secret is needed. If ``sns`` is None, messages
-    of SNS are refused. ``check`` runs for each event and ends the listening if it raises CloudError. ``report`` is
+    of SNS are refused. ``check`` runs for each event; if it raises CloudError, the listener ends. ``report`` is
     called with the address and with one line for each refused event.
     """
 
@@ -144,7 +144,7 @@ class EventListener:
                 self.report(f"refused an event with {error.status}: {error.message}")
             return web.json_response({"error": error.message}, status=error.status, headers=error.headers)
         except CloudError as error:
-            self.report(f"could not take an event: {error.message}")
+            self.report(f"could not accept an event: {error.message}")
             return web.json_response({"error": "the event could not be recorded"}, status=503)
         finally:
             self._requests -= 1
@@ -155,7 +155,7 @@ class EventListener:
         created = await self._created(request, await _body(request))
         if created is None:
             raise EventRefused(
-                400, "the body is neither a notification of S3, SNS or MinIO nor a CloudEvent of a storage"
+                400, "the body is neither an S3, SNS or MinIO notification nor a CloudEvent of a storage service"
             )
         keys = self.place.keys(created)
         if keys is None:
@@ -215,7 +215,7 @@ class EventListener:
     async def _of_sns(self, envelope: Mapping[str, Any]) -> str | None:
         """Returns the text of an SNS notification; None for any other message of SNS."""
         if self.sns is None:
-            raise EventRefused(403, "messages of SNS are accepted for the topics of --sns-topic alone")
+            raise EventRefused(403, "SNS messages are accepted only for the topics named with --sns-topic")
         from mlserver_torch_stream.cloud.sns import MessageRejected
 
         try:
@@ -231,11 +231,11 @@ async def _body(request: web.Request) -> bytes:
     try:
         return await within(request.read(), _BODY_S)
     except asyncio.TimeoutError:
-        raise EventRefused(408, f"the event did not come within {_BODY_S:.0f} seconds") from None
+        raise EventRefused(408, f"the event did not arrive within {_BODY_S:.0f} seconds") from None
     except ConnectionError:
-        raise EventRefused(408, "the sender left before the whole event had come") from None
+        raise EventRefused(408, "the sender disconnected before the whole event had arrived") from None
     except web.HTTPRequestEntityTooLarge:
-        raise EventRefused(413, f"the event is more than {MAX_EVENT_BYTES} bytes") from None
+        raise EventRefused(413, f"the event is larger than {MAX_EVENT_BYTES} bytes") from None
 
 
 def _json(text: bytes | str) -> Any:

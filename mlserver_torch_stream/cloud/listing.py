@@ -64,7 +64,7 @@ async def list_objects(place: InputLocation, glob: str | None, manifest: bytes |
         return await heads(place.store, list(manifest_entries(manifest, _key_entry)), retry)
     if place.only is not None:
         if glob is not None:
-            raise RunRefused(f"--glob: chooses among several objects, and --input names one: {place.only}")
+            raise RunRefused(f"--glob: cannot be used, because --input names a single object: {place.only}")
         return await heads(place.store, [place.only], retry)
     pattern = glob_pattern(glob or "**")
     found = await _without_folders(place.store, await retry.run(_listed, place.store, pattern), retry)
@@ -78,7 +78,7 @@ async def _listed(store: Store, pattern: re.Pattern[str]) -> list[Listed]:
             unreadable = Failure(RunRefused.code, f"{info.key!r}: {info.trouble}")
             found.append(Listed(info, unreadable if info.trouble else None))
             if len(found) > MAX_OBJECTS:
-                raise RunRefused(f"--input: more than {MAX_OBJECTS} objects; choose some of them with --glob")
+                raise RunRefused(f"--input: has more than {MAX_OBJECTS} objects; select some of them with --glob")
     return found
 
 
@@ -102,12 +102,12 @@ async def _without_folders(store: Store, found: list[Listed], retry: Retry) -> l
 def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -> dict[str, str]:
     """Returns the entries of a manifest. ``read`` gets a line and its number, and returns a key and its value.
 
-    Raises RunRefused, which names the line.
+    Raises RunRefused, which names the line, if a line is invalid or repeats a key.
     """
     entries: dict[str, str] = {}
     numbers: dict[str, int] = {}
     try:
-        lines = data.decode("utf-8-sig").split("\n")  # not splitlines: a key may hold other line ends of Unicode
+        lines = data.decode("utf-8-sig").split("\n")  # not splitlines: a key may contain other Unicode line ends
     except UnicodeDecodeError as error:
         raise RunRefused(f"--manifest: is not UTF-8: byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
@@ -115,10 +115,10 @@ def manifest_entries(data: bytes, read: Callable[[str, int], tuple[str, str]]) -
             continue
         key, value = read(line.strip(), number)
         if key in entries:
-            raise RunRefused(f"--manifest: line {number} names {key} again, which line {numbers[key]} has")
+            raise RunRefused(f"--manifest: line {number} repeats {key}, which is already on line {numbers[key]}")
         entries[key], numbers[key] = value, number
     if len(entries) > MAX_OBJECTS:
-        raise RunRefused(f"--manifest: more than {MAX_OBJECTS} objects")
+        raise RunRefused(f"--manifest: names more than {MAX_OBJECTS} objects")
     return entries
 
 
@@ -163,7 +163,7 @@ def encode_inputs(objects: Sequence[Listed]) -> bytes:
 
 
 def decode_inputs(data: bytes) -> list[Listed]:
-    """Reads the list that ``encode_inputs`` has written. Raises RunRefused."""
+    """Reads the list that ``encode_inputs`` has written. Raises RunRefused if it is not such a list."""
     try:
         found = []
         for line in data.splitlines():

@@ -81,9 +81,9 @@ class ArchiveReader:
         trouble = member.trouble
         if not trouble and not kind.many:
             if self._tables.columns:
-                trouble = "is not a table, so it has no --column; choose with --members"
+                trouble = "is not a table, so it has no --column; exclude it with --members"
             elif is_archive(member.name) and not self._tables.data:
-                trouble = "is an archive in an archive, which is not opened; choose with --members"
+                trouble = "is an archive inside an archive, which is not opened; exclude it with --members"
         if trouble:
             yield from self._failed(Failure(RunRefused.code, f"{self._name}: {trouble}"))
         elif kind.table:
@@ -155,7 +155,8 @@ class _WholeMember:
     def failure(self, name: str) -> Failure | None:
         if self._size > self._most:
             return Failure(
-                "too_large", f"{name}: over the {format_bytes(self._most)} of a member that is held as a whole"
+                "too_large",
+                f"{name}: larger than {format_bytes(self._most)}, the limit for a member that is read as a whole",
             )
         if self.kind is Kind.TEXT:
             try:

@@ -132,7 +132,7 @@ def is_zip(key: str) -> bool:
 def glob_pattern(glob: str) -> re.Pattern[str]:
     """Compiles a glob: ``*`` and ``?`` match within one level of a key, ``**`` across levels, ``[…]`` one character.
 
-    Raises RunRefused.
+    Raises RunRefused if the glob is invalid.
     """
     pattern, rest = "", glob
     while rest:

@@ -20,8 +20,8 @@ MAX_FOOTER_BYTES = 16 * 2**20
 MAX_ROW_GROUP_BYTES = 512 * 2**20  # the size of the chosen columns in the file, that is, compressed
 _END = 8  # bytes: the length of the footer, and the magic
 _MAGIC = b"PAR1"
-_SLACK = 100  # bytes that pyarrow reads after a column of old writers, whose sizes lack the dictionary's header
-_GAP_BYTES = 64 * 2**10  # between two ranges, which are fetched together with it
+_SLACK = 100  # bytes that pyarrow reads after a column: some old writers left the dictionary's header out of its size
+_GAP_BYTES = 64 * 2**10  # ranges with at most this gap between them are fetched as one
 _BATCH_BYTES, _BATCH_ROWS = 8 * 2**20, 1024  # how much is decoded at a time
 
 
@@ -56,15 +56,20 @@ def parquet_library() -> Any:
 
 
 class ParquetTable:
-    """Reads a file of ``size`` bytes, whose last bytes are ``tail``. Raises TableBroken, FooterLonger or RunRefused."""
+    """Reads a file of ``size`` bytes, whose last bytes are ``tail``.
+
+    Raises TableBroken if the file cannot be read, FooterLonger if the footer is longer than ``tail``, and RunRefused if
+    the library is missing.
+    """
 
     def __init__(self, tail: bytes, size: int, tables: Tables) -> None:
         self._library = parquet_library()
         if len(tail) < _END or tail[-4:] != _MAGIC:
-            raise TableBroken("is not Parquet, or encrypted, or ends early")
+            raise TableBroken("is not a Parquet file, is encrypted, or ends early")
         footer = int.from_bytes(tail[-_END:-4], "little") + _END
         if footer > MAX_FOOTER_BYTES or footer > size:
-            raise TableBroken(f"has a footer of {footer} bytes, over the {format_bytes(min(MAX_FOOTER_BYTES, size))}")
+            most = format_bytes(min(MAX_FOOTER_BYTES, size))
+            raise TableBroken(f"has a footer of {footer} bytes; the limit is {most}")
         if footer > len(tail):
             raise FooterLonger(size - footer)
         self._size = size
@@ -88,7 +93,7 @@ class ParquetTable:
             nbytes = sum(end - start for start, end in ranges)
             if nbytes > MAX_ROW_GROUP_BYTES:
                 most = format_bytes(MAX_ROW_GROUP_BYTES)
-                raise TableBroken(f"row group {index} has {nbytes} bytes in the chosen columns, over the {most}")
+                raise TableBroken(f"row group {index} has {nbytes} bytes in the chosen columns; the limit is {most}")
             yield RowGroup(index, first, group.num_rows, ranges)
             first += group.num_rows
 
@@ -111,14 +116,14 @@ class ParquetTable:
             start = min(start, column.dictionary_page_offset)
         end = start + column.total_compressed_size
         if not 0 <= start <= end <= self._size:
-            raise TableBroken("names bytes outside of the file")
+            raise TableBroken("refers to bytes outside the file")
         return start, min(end + _SLACK, self._size)
 
     def rows(
         self, group: RowGroup, parts: Sequence[bytes], reader: RowReader, wanted: Callable[[int], bool]
     ) -> Iterator[list[Row]]:
-        """Yields the ``wanted`` rows of a group in lists. ``parts`` holds the bytes of the group's ranges. Raises
-        TableBroken.
+        """Yields the ``wanted`` rows of a group in lists. ``parts`` are the bytes of the group's ranges. Raises
+        TableBroken if a row cannot be decoded.
         """
         file = _Sparse([(start, part) for (start, _), part in zip(group.ranges, parts, strict=True)], self._size)
         nbytes = self._metadata.row_group(group.index).total_byte_size
@@ -144,7 +149,9 @@ class ParquetTable:
 
 
 def parquet_rows(data: bytes, tables: Tables, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Row]:
-    """Yields the ``wanted`` rows of a whole file. Raises TableBroken, RunRefused."""
+    """Yields the ``wanted`` rows of a whole file. Raises TableBroken if the file cannot be read, and RunRefused if the
+    library is missing.
+    """
     table = ParquetTable(data, len(data), tables)
     for group in table.groups():
         for rows in table.rows(group, [data[start:end] for start, end in group.ranges], reader, wanted):
@@ -163,12 +170,12 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
-    """Returns the columns to read. Raises TableBroken."""
+    """Returns the columns to read. Raises TableBroken if one is missing or two have the same name."""
     chosen: list[str] = []
     for each in tables.columns:
         if isinstance(each.column, int):
             if each.column > len(names):
-                raise TableBroken(f"has {len(names)} columns, and so no column {each.column}")
+                raise TableBroken(f"has only {len(names)} columns, so there is no column {each.column}")
             chosen.append(names[each.column - 1])
         elif each.column not in names:
             raise TableBroken(f"has no column {each.column!r}")
@@ -177,7 +184,7 @@ def _chosen(names: Sequence[str], tables: Tables) -> list[str]:
     chosen = chosen or list(names)
     twice = next((name for name in chosen if names.count(name) > 1), None)
     if twice is not None:
-        raise TableBroken(f"names the column {twice!r} twice")
+        raise TableBroken(f"has two columns named {twice!r}")
     return chosen
 
 
@@ -209,7 +216,7 @@ class _Sparse(io.RawIOBase):
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        """Raises _Unknown."""
+        """Reads at most ``count`` bytes. Raises _Unknown if they are not all in one part."""
         end = self._size if count < 0 else min(self._size, self._at + count)
         for start, part in self._parts:
             if start <= self._at and end <= start + len(part):

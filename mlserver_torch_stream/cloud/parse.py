@@ -87,7 +87,7 @@ _STRICT = json.JSONDecoder(parse_constant=_refuse_constant)  # Python's json als
 
 
 def parse_object(line: bytes | None) -> dict[str, Any]:
-    """Returns the JSON object of a line. Raises ValueError."""
+    """Returns the JSON object of a line. Raises ValueError if the line is anything else."""
     if line is None:
         raise ValueError(f"is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -212,7 +212,8 @@ class _JoinedAnswer:
             return
         self.nbytes += len(json.dumps(found))
         if self.nbytes > most:
-            self._fail(Failure("too_large", f"{key}: its answers are more than {most} bytes up to chunk {chunk.index}"))
+            message = f"{key}: the answers up to chunk {chunk.index} are larger than {most} bytes"
+            self._fail(Failure("too_large", message))
         else:
             self.predictions += found
 

@@ -37,7 +37,7 @@ class Window(Generic[T]):
 
     def __init__(self, limit: int, most_weight: int) -> None:
         if limit < 1 or most_weight < 1:
-            raise ValueError("a window holds at least one item of weight one")
+            raise ValueError("limit and most_weight must be at least 1")
         self.limit = limit
         self.most_weight = most_weight
         self.peak = 0
@@ -57,7 +57,7 @@ class Window(Generic[T]):
 
     def enter(self, weight: int) -> int:
         """Lets the next item in and returns its ticket."""
-        assert self.room(weight), "entered a full window"
+        assert self.room(weight), "the window is full"
         self._slots.append(_Slot(weight))
         self._weight += weight
         self.peak = max(self.peak, len(self._slots))
@@ -67,7 +67,7 @@ class Window(Generic[T]):
     def settle(self, ticket: int, value: T) -> None:
         """Stores the result of the item with this ticket; an item has one result."""
         slot = self._slots[ticket - self._first]
-        assert not slot.ready, "settled twice"
+        assert not slot.ready, "the item already has a result"
         slot.ready, slot.value = True, value
 
     @property
@@ -77,7 +77,7 @@ class Window(Generic[T]):
 
     def leave(self) -> T:
         """Removes the first item and returns its result."""
-        assert self.ready, "the head is not settled"
+        assert self.ready, "the first item has no result yet"
         self._first += 1
         slot = self._slots.popleft()
         self._weight -= slot.weight
@@ -93,7 +93,7 @@ class RowBatcher(Generic[T]):
 
     def __init__(self, most_items: int, most_weight: int, max_wait: float, weigh: Callable[[T], int]) -> None:
         if most_items < 1 or most_weight < 1 or max_wait < 0:
-            raise ValueError("a batch holds at least one item of weight one, and the longest wait is not negative")
+            raise ValueError("most_items and most_weight must be at least 1, and max_wait must not be negative")
         self._most_items = most_items
         self._most_weight = most_weight
         self._max_wait = max_wait
@@ -295,7 +295,7 @@ class _Flow:
         try:
             outcomes = await self._infer(rows)
             if len(outcomes) != len(rows):
-                raise RuntimeError(f"{len(outcomes)} outcomes came for {len(rows)} rows")
+                raise RuntimeError(f"the model returned {len(outcomes)} outcomes for {len(rows)} rows")
         except CloudError:
             self._metrics.batch_failed()
             raise

@@ -112,7 +112,7 @@ async def fetch_range(
             async for chunk in chunks:
                 if data.tell() + len(chunk) > size:
                     data.seek(0)  # none of them can be relied on
-                    raise StoreUnavailable(f"{info.key}: more bytes came than were asked for")
+                    raise StoreUnavailable(f"{info.key}: the store sent more bytes than were requested")
                 data.write(chunk)
         if data.tell() < size:
             raise StoreUnavailable(f"{info.key}: the body ended after {start + data.tell()} of {end} bytes")

@@ -64,7 +64,9 @@ class RowRequest:
         return kind in (Kind.JSONL, Kind.TEXT) or (self.media and kind in (Kind.IMAGE, Kind.AUDIO))
 
     def ask(self, row: Row) -> RowQuestion:
-        """Returns the row's request. Raises RowUnsuitable or UnknownModel."""
+        """Returns the row's request. Raises RowUnsuitable if the model does not accept such rows, and UnknownModel if
+        the row names another model.
+        """
         if not self.takes(row.kind):
             name = row.key if row.member is None else f"{row.key}/{row.member.name}"
             form = closed_format(name, row.kind)
@@ -76,7 +78,7 @@ class RowRequest:
             body = dict(row.body or {})
             check_model(body, self.served)
             if INPUT in body:
-                raise RowUnsuitable(f"{INPUT}: rows of /v1/responses are for the batches of a server")
+                raise RowUnsuitable(f"{INPUT}: rows for /v1/responses are supported only in a server's batches")
         else:
             body = {MESSAGES: [{"role": "user", "content": [_media(row)]}]}
         said = {key: value for key, value in body.items() if key not in (MESSAGES, PROMPT, *_RUNS_OWN)}

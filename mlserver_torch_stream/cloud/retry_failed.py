@@ -103,7 +103,7 @@ class FailedRowRetry:
                     was = left[0]
                     yield replace(row, index=was.index, line=was.line, custom_id=was.custom_id)
                     if row.chunk is not None and row.chunk.joined and not row.chunk.last:
-                        break  # the object's row takes the answers to all its chunks
+                        break  # the object's row gets the answers to all its chunks
                     left.popleft()
         if left:
             where = left[0]
@@ -118,7 +118,7 @@ class FailedRowRetry:
             places: set[Any] = {row.line, row.chunk} - {None} if row.member is None else {row.place[:2]}
             lines.setdefault(row.key, set()).update(places)
         wanted = [each for each in self.source.objects if each.info.key in lines]
-        # An object that was missing when the run began has no version yet: its present version is taken.
+        # An object that was missing when the run began has no version yet: its present version is used.
         unseen = [each.info.key for each in wanted if each.failure is not None]
         now = {each.info.key: each for each in await heads(self.source.store, unseen, self.source.retry)}
         objects = [now.get(each.info.key, each) for each in wanted]
@@ -175,7 +175,7 @@ def merge(part: bytes, lines: Mapping[int, bytes]) -> bytes:
 
 
 def _failed_row(line: bytes, number: int) -> FailedRow:
-    """Reads a failed row from its line. Raises RunRefused."""
+    """Reads a failed row from its line. Raises RunRefused if the line was not written by this program."""
     try:
         record = json.loads(line)
         chunk = record.get("chunk")

@@ -1,4 +1,5 @@
-"""Defines the types of this room: a row, its outcome, the callable that infers a batch of rows, and the errors.
+"""Defines the types that cloud runs share: a row, its outcome, the callable that infers a batch of rows, and the
+errors.
 
 The ``code`` of an error appears in output rows and messages.
 """
@@ -87,7 +88,7 @@ class Row:
     ``index`` is the position of the output row in the run; joined chunks of an object share it. ``line`` is the row's
     first line in the object or in its ``member``, counted from 1; None means that the row is the whole object or
     member. ``whole`` is the size of the object in bytes, unless it is JSONL. ``content_type`` is the type of ``data``,
-    unless the key's ending says it. ``sequence`` is the id of the sequence to which the chunk belongs.
+    unless the key's ending tells it. ``sequence`` is the id of the sequence to which the chunk belongs.
     """
 
     index: int
@@ -154,7 +155,7 @@ class Result:
         return b"".join(_encode(record) for record in self._piece_records(run, self.outcome.pieces))
 
     def _piece_records(self, run: RunIdentity, pieces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        assert pieces, "an answer without a piece"
+        assert pieces, "the answer has no pieces"
         for number, body in enumerate(pieces):
             place = {**self._place(), "piece": {"index": number, "last": number == len(pieces) - 1}}
             name = _name(run, self.row, f"#{number}")
@@ -187,7 +188,7 @@ def refusal(error: RequestError) -> Failure:
 
 Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
 """Infers a batch: returns as many outcomes as rows, in their order. A CloudError that it raises ends the run; any other
-exception fails the batch. Each row of a batch that failed, or that failed with a ``shared`` failure, is inferred once
+exception fails the batch. Each row of a failed batch, and each row with a ``shared`` failure, is inferred once
 more, by itself."""
 
 Weigh = Callable[[Row], int | Awaitable[int]]
@@ -195,7 +196,7 @@ Weigh = Callable[[Row], int | Awaitable[int]]
 
 
 class CloudError(Exception):
-    """A run cannot go on, or an object cannot be read. ``retriable`` means that the same call may succeed later."""
+    """A run cannot continue, or an object cannot be read. ``retriable`` means that the same call may succeed later."""
 
     code = "failed"
     retriable = False

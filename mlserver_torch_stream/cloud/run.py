@@ -91,7 +91,7 @@ class CloudRun:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises RunRefused, which names the option."""
+        """Raises RunRefused, which names the option, if an option is wrong or contradicts another."""
         if self.limit is not None and self.limit < 1:
             raise RunRefused("--limit: must be at least 1")
         if self.part_rows < 1:
@@ -103,19 +103,19 @@ class CloudRun:
         if self.retry_failed and self.output is None:
             raise RunRefused("--retry-failed: needs the --output whose failed rows are to be tried again")
         if self.retry_failed and self.chunking.sequences:
-            raise RunRefused("--retry-failed: is not implemented for --sequences; use another --output and --manifest")
+            raise RunRefused("--retry-failed: is not supported with --sequences; use another --output and --manifest")
         if self.glob is not None and self.manifest is not None:
-            raise RunRefused("--glob: names objects beside --manifest, which names them all; give one of them")
+            raise RunRefused("--glob: cannot be combined with --manifest, which names all objects")
         if self.input is None and self.manifest is None:
             raise RunRefused("--input: is missing; without it --manifest must be a list of URLs")
         for option, url in (("input", self.input), ("manifest", self.manifest)):
             if url is not None and _is_web(url) and "?" in url:
-                raise RunRefused(f"--{option}: a URL with a query may be named in a --manifest alone, without --input")
+                raise RunRefused(f"--{option}: a URL with a query is allowed only in a --manifest, without --input")
         if self.output is not None:
             if _is_web(self.output):
-                raise RunRefused("--output: an HTTP server is for reading; write to s3, gs, az or a folder")
+                raise RunRefused("--output: an HTTP server can only be read; write to a folder or an s3, gs or az URL")
             if self.input is not None and lies_within(self.output, self.input):
-                raise RunRefused("--output: lies within --input, so that results would be read as input")
+                raise RunRefused("--output: is inside --input, so results would be read as input")
 
     def owns(self, part: int) -> bool:
         """True if this worker writes the part."""
@@ -182,7 +182,7 @@ async def plan(run: CloudRun) -> RunPlan:
 async def _refuse_parts(output: Store) -> None:
     async for info in output.list():
         if part_number(info.key) is not None:
-            raise RunRefused(f"--output: {output.url} holds parts without a manifest; choose an empty place")
+            raise RunRefused(f"--output: {output.url} has parts but no manifest; choose an empty folder or prefix")
 
 
 async def _begin(planned: RunPlan, output: Store) -> RunPlan:
@@ -202,7 +202,7 @@ async def _begin(planned: RunPlan, output: Store) -> RunPlan:
 
 
 async def _open(run: CloudRun) -> InputLocation | UrlStore:
-    """Raises CloudError."""
+    """Opens the input of a run. Raises CloudError if this fails."""
     if run.input is None:
         from mlserver_torch_stream.cloud.urls import UrlStore, read_url_list  # servers, which run batches, need no HTTP
 
@@ -218,7 +218,7 @@ async def _list(run: CloudRun, place: InputLocation | UrlStore) -> list[Listed]:
         objects = await heads(place, list(place.urls), run.retry)
     if not objects:
         where = run.input or run.manifest
-        raise RunRefused(f"--input: nothing found in {where}" + (f" that is {run.glob}" if run.glob else ""))
+        raise RunRefused(f"--input: nothing found in {where}" + (f" that matches {run.glob}" if run.glob else ""))
     return objects
 
 
@@ -308,7 +308,7 @@ def _check_failures(run: CloudRun, failures: int, result: Result) -> None:
     if run.max_failures is not None and failures > run.max_failures:
         failure = result.outcome.failure
         last = f"; the last: {result.row.custom_id}: {failure.message}" if failure else ""
-        raise TooManyFailures(f"{failures} rows failed, more than {run.max_failures}{last}")
+        raise TooManyFailures(f"{failures} rows failed, more than the {run.max_failures} allowed{last}")
 
 
 async def stream(
@@ -321,7 +321,7 @@ async def stream(
     from mlserver_torch_stream.cloud.backend import opened  # here: servers, which run batches, need no HTTP client
 
     if run.output is not None:
-        raise RunRefused("--output: stream gives results to its caller; use write for an output")
+        raise RunRefused("--output: stream returns its results to the caller; use write to write an output")
     try:
         planned = await plan(run)
         async with opened(model) as infer, aclosing(results(planned, infer, metrics or RunMetrics())) as found:
@@ -346,7 +346,7 @@ async def write(
     Raises InUse if another command writes.
     """
     run = planned.run
-    assert run.output is not None, "a plan without an output"
+    assert run.output is not None, "the plan has no output"
     output = Store.open(run.output, run.storage, run.stall_s)
     async with WriterLease(output, run.lane, run.lanes, run.retry) as lease:
         planned = await _begin(planned, output)
@@ -379,7 +379,9 @@ async def _retry_failed(
     report: Callable[[str], None],
     lease: WriterLease,
 ) -> int:
-    """Infers failed rows again and returns the number of rows that were tried. Raises TooManyFailures."""
+    """Infers failed rows again and returns the number of rows that were tried. Raises TooManyFailures if too many of
+    them fail again.
+    """
     run, done = planned.run, planned.done
     retries = FailedRowRetry(_source(planned, metrics), output, run.part_rows, planned.identity)
     before = metrics.failed
@@ -393,7 +395,7 @@ async def _retry_failed(
     if retries.lost:
         few = ", ".join(retries.lost[:_MAX_NAMED])
         report(
-            f"{len(retries.lost)} failed rows stand for JSONL objects that could not be read to their ends: {few}; "
-            "their rows have no places here: run them, named by --manifest, into another --output"
+            f"{len(retries.lost)} failed rows each represent a JSONL object that could not be read to its end: {few}; "
+            "to retry them, list the objects in a --manifest and run them into another --output"
         )
     return retries.tried

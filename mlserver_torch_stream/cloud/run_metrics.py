@@ -62,7 +62,7 @@ class RunMetrics:
     """The counters of one run."""
 
     rows: int = 0  # rows that were delivered
-    failed: int = 0  # rows that were delivered rows that failed
+    failed: int = 0  # rows that were delivered with a failure
     input_bytes: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

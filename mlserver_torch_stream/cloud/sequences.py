@@ -61,7 +61,7 @@ class ObjectSequences:
         return Outcome(failure=Failure(lost.code, f"{row.key}: at each of {_TRIES} tries: {lost.message}"))
 
     async def _sequence(self, row: Row) -> Outcome:
-        """Returns the outcome of an object. Raises SequenceLost."""
+        """Returns the outcome of an object. Raises SequenceLost if the worker or the connection fails meanwhile."""
         name, join = uuid.uuid4().hex, ChunkJoin()
         ahead = self.source.ahead
         share = PrefetchedRange(max(1, ahead.pieces // self.most), max(1, ahead.nbytes // self.most))

@@ -61,7 +61,7 @@ class PartSink:
     async def write(self, result: Result) -> bool:
         """Writes a result. Returns True if the result completes a part, which is then durable."""
         number, place = divmod(result.row.index, self._rows)
-        assert not self._lines or number == self._number, "a part was left before its end"
+        assert not self._lines or number == self._number, "the previous part is not complete"
         self._number = number
         line = result.encode(self._run)
         self._lines.append(line)
@@ -94,7 +94,7 @@ async def create(store: Store, name: str, data: bytes, retry: Retry) -> None:
     except ObjectExists:
         if await retry.run(store.get, name) != data:
             raise ObjectExists(
-                f"{store.url}/{name}: is there already, from another worker or run; it is left as it is"
+                f"{store.url}/{name}: already exists, from another worker or run; it is left unchanged"
             ) from None
 
 

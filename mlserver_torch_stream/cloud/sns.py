@@ -66,11 +66,11 @@ class SnsVerifier:
         """
         kind = envelope.get("Type")
         if str(envelope.get("TopicArn")) not in self._topics:
-            raise MessageRejected("TopicArn: is not a topic of --sns-topic")
+            raise MessageRejected("TopicArn: is not a topic named with --sns-topic")
         if not isinstance(kind, str) or kind not in _SIGNED:
-            raise MessageRejected("Type: is not a type of SNS message")
+            raise MessageRejected("Type: is not a known type of SNS message")
         if any(not isinstance(value, str) for value in map(envelope.get, _SIGNED[kind]) if value is not None):
-            raise MessageRejected("the fields of a message of SNS must be strings")
+            raise MessageRejected("the fields of an SNS message must be strings")
         _check_age(envelope)
         await self._check_signature(envelope, _SIGNED[kind])
         if kind == "Notification":
@@ -105,7 +105,7 @@ class SnsVerifier:
         if url.scheme != "https" or not self._hosts.fullmatch(url.raw_authority):
             raise MessageRejected(f"{name}: is not a URL of SNS")
         if name == "SigningCertURL" and (not _CERTIFICATE_PATH.fullmatch(url.raw_path) or url.raw_query_string):
-            raise MessageRejected(f"{name}: is not the URL of a certificate of SNS")
+            raise MessageRejected(f"{name}: is not the URL of an SNS certificate")
         return url
 
     async def _certificate(self, url: URL) -> x509.Certificate:
@@ -114,7 +114,7 @@ class SnsVerifier:
             try:
                 found = x509.load_pem_x509_certificate(await self._get(url))
             except ValueError:
-                raise MessageRejected("SigningCertURL: has no certificate") from None
+                raise MessageRejected("SigningCertURL: does not return a certificate") from None
             if len(self._certificates) >= _MAX_CERTIFICATES:
                 self._certificates.clear()
             self._certificates[str(url)] = found
@@ -147,4 +147,4 @@ def _check_age(envelope: Mapping[str, Any]) -> None:
         raise MessageRejected("Timestamp: is not a time") from None
     age = time.time() - sent.replace(tzinfo=timezone.utc).timestamp()
     if not -_MAX_AHEAD_S <= age <= _MAX_AGE_S:
-        raise MessageRejected(f"Timestamp: is not of the last {_MAX_AGE_S:.0f} seconds")
+        raise MessageRejected(f"Timestamp: is not within the last {_MAX_AGE_S:.0f} seconds")

@@ -242,8 +242,8 @@ class Source:
             yield reading.failed(index, piece, Failure(error.code, error.message))
 
     async def _parquet(self, reading: _Object, info: ObjectInfo) -> AsyncGenerator[list[Row], None]:
-        """Yields the rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged,
-        CloudError.
+        """Yields the rows of a Parquet file. Row groups without wanted rows are not fetched. Raises Damaged if the
+        file cannot be read, and CloudError if it cannot be fetched.
         """
         table, reader, wanted = await self._footer(info), reading.reader, reading.wanted
         assert isinstance(reader, RowReader)
@@ -261,7 +261,9 @@ class Source:
                         yield rows
 
     async def _footer(self, info: ObjectInfo) -> ParquetTable:
-        """Raises TableBroken, CloudError."""
+        """Fetches the footer of a Parquet file. Raises TableBroken if it cannot be read, and CloudError if it cannot be
+        fetched.
+        """
         start = max(0, info.size - FOOTER_TAIL_BYTES)
         while True:
             tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
@@ -307,11 +309,13 @@ class Source:
         return data
 
     async def _directory(self, info: ObjectInfo) -> list[ZipInfo]:
-        """Returns the directory of a zip archive. Raises Damaged or CloudError."""
+        """Returns the directory of a zip archive. Raises Damaged if it cannot be read, and CloudError if it cannot be
+        fetched.
+        """
         start = max(0, info.size - _TAIL_BYTES)
         while True:
             if info.size - start > MAX_DIRECTORY_BYTES + _TAIL_BYTES:
-                raise Damaged(f"has a directory of more than {format_bytes(MAX_DIRECTORY_BYTES)}")
+                raise Damaged(f"has a directory larger than {format_bytes(MAX_DIRECTORY_BYTES)}")
             tail = await fetch_range(self.store, info, start, info.size, self.retry, self.on_retry)
             try:
                 return read_directory(tail, info.size)
@@ -364,7 +368,7 @@ class _Object:
         """Begins to read. ``members`` is the kind of all members of an archive; None means that their names say the
         kind.
 
-        Raises Damaged.
+        Raises Damaged if the library for a compressed archive is missing.
         """
         if self.kind is Kind.ARCHIVE:
             whole = self.chunking.whole_bytes
@@ -391,12 +395,12 @@ class _Object:
     def rows(self, index: int, piece: ObjectRange, data: bytes) -> Iterator[Row]:
         info, failure = piece.listed.info, piece.listed.failure
         if failure is None and not self.kind.many and self.tables.columns:
-            failure = Failure(RunRefused.code, f"{self.key}: is not a table, so it has no --column; choose with --glob")
+            problem = "is not a table, so it has no --column; exclude it with --glob"
+            failure = Failure(RunRefused.code, f"{self.key}: {problem}")
         if failure is None and not self.kind.many and self.chunking.refuses(info.size):
             most = format_bytes(self.chunking.whole_bytes)
-            failure = Failure(
-                "too_large", f"{self.key}: {info.size} bytes, over the {most} of an object that is one row"
-            )
+            problem = f"{info.size} bytes, larger than {most}, the limit for an object that is one row"
+            failure = Failure("too_large", f"{self.key}: {problem}")
         if failure is None and piece.skipped and self.chunking.each:
             chunks = self.chunking.chunks(piece.start, piece.end, info.size)
             yield from self._without_data(index, chunks, Failure("skipped", self.key))

@@ -136,13 +136,12 @@ class Store:
     def open(
         cls, url: str, options: Mapping[str, str] | None = None, stall_s: float = 30.0, *, make: bool = True
     ) -> Store:
-        """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused.
-
-        If ``make`` is false, a missing folder is not created, but treated as an empty store.
+        """Opens a store at ``s3://``, ``gs://``, ``az://``, ``http(s)://``, ``file://`` or a folder. Raises RunRefused
+        if it cannot be opened. If ``make`` is false, a missing folder is not created, but treated as an empty store.
         """
         scheme = url.partition("://")[0] if "://" in url else "file"
         if scheme not in (*_SCHEMES, "http", "https", "file"):
-            raise RunRefused(f"{url}: unknown scheme {scheme!r}; known are {', '.join(SCHEMES)} and plain folders")
+            raise RunRefused(f"{url}: unknown scheme {scheme!r}; use {', '.join(SCHEMES)} or a plain folder")
         try:
             import obstore.store
         except ImportError:
@@ -183,7 +182,7 @@ class Store:
         RunRefused if this is not possible.
         """
         if not self.listable:
-            raise RunRefused(f"{self.url}: an HTTP server lists nothing; name the objects with --manifest")
+            raise RunRefused(f"{self.url}: an HTTP server cannot list objects; name them with --manifest")
         from obstore.exceptions import InvalidPathError
 
         seen: set[str] = set()  # the keys of a folder that were listed
@@ -233,8 +232,8 @@ class Store:
         listing = S3Listing.find(self.url, self.options, self.stall_s)
         if listing is None:
             raise RunRefused(
-                f"{self.url}: cannot be listed, because one of its keys cannot be named here ({unnamed}); name the "
-                "others with --manifest"
+                f"{self.url}: cannot be listed, because the object-store library cannot represent one of its keys "
+                f"({unnamed}); name the other objects with --manifest"
             )
         async for key, size, etag in listing.objects(after):
             key = key.removesuffix("/")  # as the library lists them
@@ -266,7 +265,7 @@ class Store:
         answer = await self._call(info.key, lambda: self._library.get_async(self._backend, info.key, options=options))
         meta = answer.meta
         if meta["size"] != info.size or self._version(meta) != info.etag:
-            raise ObjectChanged(f"{info.key}: is another version than the one that was listed")
+            raise ObjectChanged(f"{info.key}: is no longer the version that was listed")
         chunks = answer.stream(min_chunk_size=_CHUNK)
         while True:
             try:
@@ -316,14 +315,15 @@ class Store:
             end = time.monotonic() + self.stall_s
             while not _take_lock(file):
                 if time.monotonic() > end:
-                    raise StoreUnavailable(f"{self.url}/{key}: another process keeps its lock for {self.stall_s:g} s")
+                    problem = f"another process has held its lock for {self.stall_s:g} s"
+                    raise StoreUnavailable(f"{self.url}/{key}: {problem}")
                 await asyncio.sleep(_LOCK_LOOK_S)
             yield
         finally:
             os.close(file)
 
     async def create(self, key: str, data: bytes) -> None:
-        """Writes an object that does not exist yet, as a whole or not at all. Raises ObjectExists."""
+        """Writes an object as a whole or not at all. Raises ObjectExists if the object exists already."""
         await self._put(key, data, "create")
 
     async def put(self, key: str, data: bytes) -> None:
@@ -366,12 +366,12 @@ class Store:
             return error
         where = f"{self.url.rstrip('/')}/{key}"
         if isinstance(error, asyncio.TimeoutError | TimeoutError):
-            return StoreUnavailable(f"{where}: nothing came for {self.stall_s:g} s")
+            return StoreUnavailable(f"{where}: no data arrived for {self.stall_s:g} s")
         text = _first_line(error)
         if isinstance(error, ValueError):  # a key that the library cannot name, such as one with an empty level
             return RunRefused(f"{where}: {text}")
         for kinds, translated in (
-            ((exceptions.NotFoundError, FileNotFoundError), ObjectMissing(f"{where}: is not there")),
+            ((exceptions.NotFoundError, FileNotFoundError), ObjectMissing(f"{where}: does not exist")),
             (
                 (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError),
                 AccessDenied(f"{where}: no permission"),
@@ -380,7 +380,7 @@ class Store:
                 (exceptions.PreconditionError, exceptions.NotModifiedError),
                 ObjectChanged(f"{where}: changed since it was listed"),
             ),
-            ((exceptions.AlreadyExistsError, FileExistsError), ObjectExists(f"{where}: is there already")),
+            ((exceptions.AlreadyExistsError, FileExistsError), ObjectExists(f"{where}: already exists")),
             ((exceptions.InvalidPathError, exceptions.NotSupportedError), RunRefused(f"{where}: {text}")),
         ):
             if isinstance(error, kinds):
@@ -431,7 +431,7 @@ def _files(folder: Path) -> list[ObjectInfo]:
             below = os.path.join(place, name)
             real = os.path.realpath(below)
             if real in above[place]:
-                add(Path(below), 0, "is a link to a folder that it is in")
+                add(Path(below), 0, "is a link to a folder that contains the link")
                 folders.remove(name)
             above[below] = above[place] | {real}
         for name in names:
@@ -446,11 +446,11 @@ def _by_text(where: str, whole: str, text: str) -> CloudError:
     """Returns the CloudError for an exception of the library whose meaning can only be found from its text."""
     for code in ("os error 28", "os error 122", "os error 27"):  # ENOSPC, EDQUOT, EFBIG
         if code in whole:
-            return StorageFull(f"{where}: no room left to write: {text}")
+            return StorageFull(f"{where}: no space left to write: {text}")
     if any(sign in whole for sign in ("os error 13", "os error 30", "403 Forbidden", "401 Unauthorized")):
         return AccessDenied(f"{where}: no permission: {text}")
     if "404 Not Found" in whole:  # the listed bucket is missing
-        return ObjectMissing(f"{where}: is not there")
+        return ObjectMissing(f"{where}: does not exist")
     return StoreUnavailable(f"{where}: {text}")
 
 

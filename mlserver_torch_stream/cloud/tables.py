@@ -41,10 +41,10 @@ class Column:
 
     @classmethod
     def parse(cls, text: str) -> Column:
-        """Reads COLUMN or COLUMN=FIELD. Raises ValueError."""
+        """Reads COLUMN or COLUMN=FIELD. Raises ValueError if a name is empty or the column's number is 0."""
         column, equals, name = text.partition("=")
         if not column or (equals and not name) or column == "0":
-            raise ValueError("must be a number from 1 or a name, or one of them with =FIELD")
+            raise ValueError("must be COLUMN or COLUMN=FIELD, where COLUMN is a name or a number from 1")
         return cls(int(column) if column.isascii() and column.isdigit() else column, name or None)
 
 
@@ -69,15 +69,15 @@ class Tables:
     members: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises RunRefused, which names the option."""
+        """Raises RunRefused, which names the option, if an option is wrong or contradicts another."""
         try:
             codecs.getincrementaldecoder(self.encoding)
             b"a".decode(self.encoding, "replace")
         except LookupError:
-            raise RunRefused(f"--encoding: {self.encoding!r} is not an encoding of text") from None
+            raise RunRefused(f"--encoding: {self.encoding!r} is not a known text encoding") from None
         for option, value in (("delimiter", self.delimiter), ("quote", self.quote)):
             if value and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
-                raise RunRefused(f"--{option}: must be one ASCII character, and no end of a line")
+                raise RunRefused(f"--{option}: must be one ASCII character other than a line break or NUL")
         if self.delimiter == "" or self.delimiter == self.quote:
             raise RunRefused("--delimiter: must be one ASCII character, other than --quote")
         names = [column.name for column in self.columns]
@@ -88,9 +88,10 @@ class Tables:
         if not self.data:
             for name in names:
                 if name not in (*PROMPT_FIELDS, None):
-                    raise RunRefused(f"--column: {name}: a column of prompts is {' or '.join(PROMPT_FIELDS)}")
+                    fields = " or ".join(PROMPT_FIELDS)
+                    raise RunRefused(f"--column: {name}: the field must be {fields} if rows are prompts")
             if names == [_CUSTOM_ID]:
-                raise RunRefused("--column: no column is the prompt")
+                raise RunRefused("--column: no column has the field prompt")
         if self.members is not None:
             glob_pattern(self.members)
 
@@ -149,7 +150,7 @@ class Record:
                     return False
                 self._open, at = False, end
                 if at < len(text) and not text.startswith(self._delimiter, at):
-                    raise ValueError("a quoted field has text after its last quote")
+                    raise ValueError("a quoted field has text after its closing quote")
             end = text.find(self._delimiter, at)
             plain = text[at:] if end < 0 else text[at:end]
             _refuse_return(plain)
@@ -284,7 +285,7 @@ class RowReader:
             yield from self._failed(self.number, trouble) if trouble else (self._row(self.number, record.fields),)
 
     def _read_header(self, fields: Sequence[bytes], trouble: str) -> None:
-        """Reads the names of the columns. Raises TableBroken."""
+        """Reads the names of the columns. Raises TableBroken if the header does not have the chosen columns."""
         self._header = {}
         try:
             if trouble:
@@ -304,7 +305,7 @@ class RowReader:
             header = self._header or {}
             if not self._tables.columns:
                 if len(fields) != len(header):
-                    raise ValueError(f"has {len(fields)} fields, and the header {len(header)}")
+                    raise ValueError(f"has {len(fields)} fields, but the header has {len(header)}")
                 body = {name: _decoded(fields[place]) for name, place in header.items()}
                 body = {name: value for name, value in body.items() if value or name != _CUSTOM_ID}
                 return self._made(number, json.dumps(body).encode())
@@ -312,7 +313,7 @@ class RowReader:
             for each in self._tables.columns:
                 place = each.column - 1 if isinstance(each.column, int) else header[each.column]
                 if place >= len(fields):
-                    raise ValueError(f"has {len(fields)} fields, and so no column {each.column}")
+                    raise ValueError(f"has only {len(fields)} fields, so there is no column {each.column}")
                 values[each.name] = _decoded(fields[place])
         except ValueError as error:
             return self._broken(number, str(error))
@@ -345,7 +346,7 @@ class RowReader:
         if not self._tables.data:
             prompt = values.get("prompt", values.get(None))
             if not isinstance(prompt, str):
-                return self._broken(number, "its prompt is not a text")
+                return self._broken(number, "the prompt is not a string")
             name = values.get(_CUSTOM_ID)
             data = prompt.encode(_UTF8, "surrogatepass")
             name = str(name) if name else f"{self._where}:{number}"
@@ -392,7 +393,7 @@ def _json_value(value: Any) -> Any:
             return part.isoformat()
         if isinstance(part, Decimal):
             return str(part)
-        raise ValueError(f"has a value of the type {type(part).__name__}, which JSON lacks")
+        raise ValueError(f"has a value of type {type(part).__name__}, which JSON cannot represent")
 
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -404,11 +405,11 @@ def _plain(encoding: str) -> bool:
 
 
 def _decoded(field: bytes) -> str:
-    """Raises ValueError."""
+    """Returns the text of a field. Raises ValueError if the field is not UTF-8."""
     try:
         return field.decode(_UTF8)
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not text in its encoding: byte {error.start} of a field") from None
+        raise ValueError(f"cannot be decoded: byte {error.start} of a field") from None
 
 
 def _twice(names: Sequence[str], columns: Sequence[Column]) -> bool:

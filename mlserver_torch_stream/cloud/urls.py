@@ -67,15 +67,15 @@ def _entry(line: str, number: int) -> tuple[str, str]:
 
 
 def _key_of(url: str, where: str) -> str:
-    """Raises RunRefused. The message does not contain any part of the URL that could be secret."""
+    """Returns the key of a URL. Raises RunRefused, whose message contains no part of the URL that could be secret."""
     scheme, _, rest = url.partition("://")
     if scheme in _BUCKETS:
         bucket, _, key = rest.partition("/")
         if not _BUCKET.fullmatch(bucket) or not key:
-            raise RunRefused(f"{where} names no object of a bucket")
+            raise RunRefused(f"{where} does not name an object in a bucket")
         return url
     if scheme not in _WEB:
-        raise RunRefused(f"{where} is no URL of {', '.join((*_BUCKETS, *_WEB))}, as it must be without --input")
+        raise RunRefused(f"{where} is not a URL of {', '.join((*_BUCKETS, *_WEB))}, which is required without --input")
     try:
         parts = urlsplit(url)
         named = bool(_web_url(url).host)
@@ -89,7 +89,7 @@ def _key_of(url: str, where: str) -> str:
 
 
 def _web_url(text: str) -> URL:
-    """Raises ValueError."""
+    """Returns the URL without its fragment. Raises ValueError if it is invalid."""
     return URL(text, encoded=_AS_IT_IS.fullmatch(text) is not None).with_fragment(None)
 
 
@@ -106,7 +106,7 @@ def redirected(url: URL, location: str) -> URL:
         allowed = bool(target.host) and target.user is None and target.password is None
         place = f"{target.scheme}://{target.host}"
     except ValueError:
-        raise RunRefused("redirects to a place that is no URL") from None
+        raise RunRefused("redirects to an invalid URL") from None
     if not allowed or not (own or target.scheme == "https"):
         raise RunRefused(f"redirects to {place}, which is neither https nor the same host")
     return target
@@ -124,11 +124,12 @@ class UrlStore:
     def __init__(
         self, urls: Mapping[str, str], options: Mapping[str, str] | None = None, stall_s: float = 30.0
     ) -> None:
-        """Raises RunRefused."""
+        """Raises RunRefused if there are ``options`` and the buckets are of several kinds."""
         kinds = sorted({url.partition("://")[0] for url in urls.values()} & set(_BUCKETS))
         if options and len(kinds) > 1:
             raise RunRefused(
-                f"--storage: its options may be for {' or '.join(kinds)}, which --manifest names; set the environment"
+                f"--storage: the options could be for {' or '.join(kinds)}, which --manifest names; use environment "
+                "variables instead"
             )
         self.urls = urls
         self._options = options
@@ -181,7 +182,7 @@ class UrlStore:
             headers["Range"] = f"bytes={start}-{end - 1}"
         async with self._got(info.key, headers) as answer:
             if _info(info.key, answer) != info:
-                raise ObjectChanged(f"{info.key}: is another version than the one that was listed")
+                raise ObjectChanged(f"{info.key}: is no longer the version that was listed")
             async for chunk in _part(info, answer, start, end):
                 yield chunk
 
@@ -221,7 +222,7 @@ class UrlStore:
     def _told(self, error: Exception) -> str:
         """Returns the text of an error, without the URL that some of these errors contain."""
         if isinstance(error, asyncio.TimeoutError):
-            return f"nothing came for {self._stall_s:g} s"
+            return f"no data arrived for {self._stall_s:g} s"
         return str(error) if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
 
 
@@ -230,9 +231,9 @@ def _refusal(key: str, answer: aiohttp.ClientResponse) -> CloudError | None:
     if status in (200, 206, 416):
         return None
     if status in (401, 403):
-        return AccessDenied(f"{key}: no permission, or its signature has expired ({status})")
+        return AccessDenied(f"{key}: no permission, or the URL's signature has expired ({status})")
     if status in (404, 410):
-        return ObjectMissing(f"{key}: is not there")
+        return ObjectMissing(f"{key}: does not exist")
     if status == 412:
         return ObjectChanged(f"{key}: changed since it was listed")
     if status in _LATER or status >= 500:
@@ -241,7 +242,7 @@ def _refusal(key: str, answer: aiohttp.ClientResponse) -> CloudError | None:
 
 
 def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
-    """Returns the version of the object that a response belongs to. Raises RunRefused."""
+    """Returns the version of the object that a response belongs to. Raises RunRefused if the size is not stated."""
     told = answer.headers.get("Content-Range", "")
     if answer.status == 206 and (match := _RANGE.fullmatch(told)):
         size = int(match[2])
@@ -250,19 +251,19 @@ def _info(key: str, answer: aiohttp.ClientResponse) -> ObjectInfo:
     elif answer.status == 200 and answer.content_length is not None:
         size = answer.content_length
     else:
-        raise RunRefused("its server does not say the size of the object")
+        raise RunRefused("its server does not state the size of the object")
     etag, modified = answer.headers.get("ETag"), answer.headers.get("Last-Modified")
     return ObjectInfo(key, size, etag or (f"{DATED}{modified}" if modified else ""))
 
 
 async def _part(info: ObjectInfo, answer: aiohttp.ClientResponse, start: int, end: int) -> AsyncGenerator[bytes, None]:
     """Yields bytes ``start`` to ``end`` of the object from a response that has this range or the whole object. Raises
-    RunRefused.
+    RunRefused if a large object's server does not support range requests.
     """
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     before = start - int(match[1]) if match else start  # bytes of the answer that were not asked for
     if before and (match or info.size > MAX_BYTES_WITHOUT_RANGES):
-        raise RunRefused("its server does not answer range requests, as it must for an object of more than 8 MiB")
+        raise RunRefused("its server does not support range requests, which objects larger than 8 MiB need")
     left = end - start
     async for chunk in answer.content.iter_any():
         piece = chunk[min(before, len(chunk)) :]

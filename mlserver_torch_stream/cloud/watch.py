@@ -184,7 +184,7 @@ class Watcher:
                 failed = await write(planned, self.infer, self.metrics)
             except InUse:
                 if not waits:
-                    self.report(f"{listed.info.key}: another watcher infers it; waiting for its end")
+                    self.report(f"{listed.info.key}: another watcher is inferring it; waiting until it ends")
                 waits = True
                 await asyncio.sleep(_LOOK_S)
                 continue
@@ -229,7 +229,7 @@ class Watcher:
                     self.report(f"{info.key}: {result.outcome.failure.message}")
                 data.extend(result.encode(run))
                 if len(data) > MAX_RESULT_BYTES:
-                    text = f"its results are more than {MAX_RESULT_BYTES} bytes; infer it with cloud run"
+                    text = f"its results are larger than {MAX_RESULT_BYTES} bytes; infer it with cloud run"
                     failure = Failure("too_large", f"{info.key}: {text}")
                     self.report(failure.message)
                     self.metrics.failed += 1

@@ -20,7 +20,7 @@ MAX_READ = 1 << 18  # bytes that are read from a connection at once
 
 
 class BrokenFrame(Exception):
-    """The other side violates the protocol."""
+    """Raised if a frame of the other side is too large or has no valid header."""
 
 
 def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -49,7 +49,7 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
 class FrameBuffer:
     """Collects bytes and returns the complete frames.
 
-    ``parse`` parses a header, or raises ValueError. ``max_bytes`` bounds a header, and a body.
+    ``parse`` parses a header, or raises ValueError. ``max_bytes`` is the limit for a header, and for a body.
     """
 
     def __init__(self, parse: Callable[[bytes], Any] = json.loads, max_bytes: int = MAX_BYTES) -> None:
@@ -66,7 +66,7 @@ class FrameBuffer:
         self._data += data
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
-        """Removes and returns the next frame; None if it is not complete yet. Raises BrokenFrame."""
+        """Removes and returns the next frame; None if it is not complete yet. Raises BrokenFrame if it is not valid."""
         start = self._taken + _LENGTHS.size
         if len(self._data) < start:
             return None
@@ -90,7 +90,9 @@ class FrameReader:
         self._max_bytes = max_bytes
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next frame; None at the end of the connection. Raises BrokenFrame or OSError."""
+        """Returns the next frame; None at the end of the connection. Raises BrokenFrame if the frame is malformed or
+        too large, and OSError if the connection breaks.
+        """
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
@@ -109,7 +111,7 @@ class FrameReader:
 def _lengths(data: bytes | bytearray, start: int = 0, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
     header_bytes, body_bytes = _LENGTHS.unpack_from(data, start)
     if max(header_bytes, body_bytes) > max_bytes:
-        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes is too large")
+        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes is too large: the limit is {max_bytes}")
     return header_bytes, body_bytes
 
 

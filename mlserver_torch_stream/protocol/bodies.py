@@ -56,7 +56,7 @@ class ElementBudget:
     def take(self, place: str, count: int) -> None:
         """Counts elements. Raises InvalidInput, which names ``place``, if the budget is exceeded."""
         if not self.spend(count):
-            raise InvalidInput(place, f"holds too many elements; at most {self.most} are checked")
+            raise InvalidInput(place, f"has too many elements; at most {self.most} are allowed")
 
 
 class Body(BaseModel):
@@ -117,7 +117,7 @@ class Refused:
         said = [_exactly(each) for each in self.harmless]
         return {
             "anyOf": [*said, {"type": "null"}],
-            "description": "Not implemented: only values that ask for nothing are accepted.",
+            "description": "Not implemented: only values that have no effect are accepted.",
         }
 
     def _check(self, value: Any) -> Any:
@@ -160,7 +160,7 @@ def _whole_numbers(value: Any) -> Any:
 
 def _spend(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, list) and info.context is not None and not info.context.spend(len(value)):
-        raise wrong(f"holds too many elements; at most {info.context.most} are checked")
+        raise wrong(f"has too many elements; at most {info.context.most} are allowed")
     return value
 
 

@@ -80,9 +80,9 @@ class MessageMetadata(Body):
     cache_control: Any = None
     id: Any = None
     reasoning_details: Any = None
-    thinking_blocks: Any = None  # LiteLLM, beside reasoning_content
-    reasoning_items: Any = None  # LiteLLM, beside reasoning_content
-    parsed: Any = None  # the openai SDK's chat.completions.parse, beside content
+    thinking_blocks: Any = None  # LiteLLM, alongside reasoning_content
+    reasoning_items: Any = None  # LiteLLM, alongside reasoning_content
+    parsed: Any = None  # the openai SDK's chat.completions.parse, alongside content
 
 
 class ChatMessage(MessageMetadata):
@@ -114,7 +114,7 @@ def check_tools(field: str, value: Any) -> Tools:
         name = tool["function"]["name"]
         place = f"{field}[{position}].function.name"
         if not NAME_CHARACTERS.issuperset(name):
-            raise InvalidInput(place, f"may have letters, digits, '_', '-' and '.', got {shown(name)}")
+            raise InvalidInput(place, f"must consist of letters, digits, '_', '-' and '.', got {shown(name)}")
         parameters = tool["function"].get("parameters") or {}
         if parameters.get("type", "object") != "object":
             where = f"{field}[{position}].function.parameters.type"
@@ -146,14 +146,14 @@ def chosen_tools(tools: Tools | None, given: Merged, info: ModelInfo) -> tuple[T
     if resolved.forced or resolved.strict:
         _check_calls_end(functions, name)
     if not resolved.forced and (info.tool_parser is None or "tools" not in info.template_arguments):
-        what = "shows no calls that are known here" if info.tool_parser is None else "reads no tools"
+        what = "has no known notation for calls" if info.tool_parser is None else "does not read tools"
         instead = 'force a call (tool_choice: "required", or one function)'
         if info.tool_parser is None:
             instead += ", or name the notation of its calls in the model's setting tool_parser"
         raise InvalidInput("tools", f"the model's chat template {what}: {instead}")
     if info.tool_parser == _NO_PARSER and (resolved.forced or resolved.strict):
         field = given["tool_choice"].spelling if resolved.forced else "tools"
-        raise InvalidInput(field, "no call can be asked for while the setting tool_parser is none")
+        raise InvalidInput(field, "cannot require a call while the model's setting tool_parser is none")
     return tools, resolved
 
 
@@ -281,10 +281,10 @@ def _check_names(field: str, position: int, role: str, name: Any) -> None:
     Templates insert both without escaping, so neither may contain a template's marks or a line break.
     """
     if len(role) > MAX_NAME or not NAME_CHARACTERS.issuperset(role):
-        may = f"may have up to {MAX_NAME} letters, digits, '_', '-' and '.'"
+        may = f"must consist of up to {MAX_NAME} letters, digits, '_', '-' and '.'"
         raise InvalidInput(field, f"the role of message {position} {may}, got {shown(role)}")
     if name is not None and (not is_text(name) or _MARKS.search(name)):
-        raise InvalidInput(field, f"the name of message {position} may have no space and none of {_NO_NAME}")
+        raise InvalidInput(field, f"the name of message {position} must not contain white space or any of {_NO_NAME}")
 
 
 def _content(field: str, position: int, content: Any, budget: ElementBudget) -> str:

@@ -40,7 +40,9 @@ def check_finite(field: str, schema: Mapping[str, Any]) -> None:
     search = _Search(field, schema)
     for reference in dict.fromkeys(_references(schema)):
         if not search.is_finite({"$ref": reference}):
-            raise InvalidInput(field, f"no finite answer matches {reference}: it must hold another of its kind")
+            raise InvalidInput(
+                field, f"no finite answer matches {reference}, because each one must contain another one"
+            )
 
 
 def _references(schema: Any) -> Iterator[str]:

@@ -186,7 +186,8 @@ def _no_text(body: Mapping[str, Any]) -> InvalidInput:
     near = alias or next((key for key in few if nearest_name(key, names.TEXT_TENSORS, 0.7)), None)
     hint = "" if near is None else f" (the body has {near!r})"
     return InvalidInput(
-        names.TEXT_INPUT, f"is missing{hint}; flat JSON has its prompt there, and V2 has its tensors in {_V2_TENSORS}"
+        names.TEXT_INPUT,
+        f"is missing{hint}; flat JSON needs its prompt there, and V2 needs its tensors in {_V2_TENSORS}",
     )
 
 
@@ -207,9 +208,9 @@ def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
         if key in _NO_PARAMETERS:
             continue
         if key in names.PROMPT_TENSORS:
-            raise InvalidInput(key, f"a second prompt beside {names.TEXT_INPUT}; send exactly one")
+            raise InvalidInput(key, f"is a second prompt in addition to {names.TEXT_INPUT}; send exactly one")
         if key == names.TOOLS:
             raise InvalidInput(key, f"is for conversations only; send {names.MESSAGES}")
         if merged.setdefault(key, value) != value:
-            raise InvalidInput(key, f"differs from the one in {_PARAMETERS}")
+            raise InvalidInput(key, f"differs from its value in {_PARAMETERS}")
     return merged

@@ -141,7 +141,7 @@ def _check_url(url: Any, body: Mapping[str, Any]) -> None:
     if needed is None:
         raise InvalidInput("url", f"must be one of {', '.join(_ENDPOINTS)}, got {shown(url)}")
     if needed not in body:
-        raise InvalidInput("url", f"{url} takes {needed}")
+        raise InvalidInput("url", f"{url} needs {needed} in the body")
 
 
 _WHOLE = {"chat.completion.chunk": "chat.completion"}

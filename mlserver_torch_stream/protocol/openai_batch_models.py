@@ -42,7 +42,7 @@ _BatchId = Annotated[str, Field(pattern=f"^{BATCH}[0-9a-f]{{{ID_DIGITS}}}$"), Be
 _Metadata = Annotated[
     dict[Annotated[str, MaxLen(64)], Annotated[str, MaxLen(512)]],
     MaxLen(16),
-    Because("must be an object of at most 16 strings of 512 characters, with keys of 64"),
+    Because("must be an object with at most 16 keys of up to 64 characters and strings of up to 512 characters"),
 ]
 
 

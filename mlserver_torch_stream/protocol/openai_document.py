@@ -88,14 +88,14 @@ _ERRORS = {
     "400": "Bad input: `param` names the parameter.",
     "404": "No model has this name or version; no file or batch has this id, or the server keeps none.",
     "413": "The body is too large.",
-    "415": "The body has another Content-Encoding than gzip.",
+    "415": "The body has a Content-Encoding other than gzip.",
     "429": "The queue is full.",
     "500": "The generation failed.",
-    "503": "The model is loading, or the server shuts down.",
+    "503": "The model is loading, or the server is shutting down.",
     "507": "The store of files and batches is full.",
     "504": "The request's time limit passed before its first token.",
 }
-_RETRY_AFTER: JsonObject = {"description": "Seconds; with 429 and 503.", "schema": COUNT}
+_RETRY_AFTER: JsonObject = {"description": "In seconds; sent with 429 and 503.", "schema": COUNT}
 
 
 def openai_document() -> JsonObject:

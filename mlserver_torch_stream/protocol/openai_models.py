@@ -170,7 +170,9 @@ class CompletionRequest(_Choices):
         | Annotated[TokenIds, MinLen(1), Tag("some ids")]
         | Annotated[list[Annotated[TokenIds, MinLen(1)]], MinLen(1), FAIL_FAST, SPENDS, Tag("some prompts")],
         Discriminator(
-            _kind_of_prompt, custom_error_type="wrong", custom_error_message="must be a text, or a list of texts or ids"
+            _kind_of_prompt,
+            custom_error_type="wrong",
+            custom_error_message="must be a string, or a list of strings or token ids",
         ),
     ]
     max_tokens: NotNegative | None = None

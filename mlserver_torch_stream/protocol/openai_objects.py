@@ -28,7 +28,7 @@ class TokenCounts(Protocol):
 
     @property
     def cached_tokens(self) -> int | None:
-        """The number of prompt tokens that came from a prefix cache; None if that is unknown."""
+        """The number of prompt tokens that were taken from a prefix cache; None if that is unknown."""
 
     @property
     def reasoning_tokens(self) -> int:

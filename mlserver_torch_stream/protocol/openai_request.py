@@ -107,6 +107,6 @@ def _is_id(token_id: Any, info: ModelInfo) -> bool:
 def _refuse_reply_options(given: Merged) -> None:
     for name, only in _FIXED.items():
         if name in given and bool(given[name].value) is not only:
-            raise InvalidInput(given[name].spelling, "is for V2 replies; an OpenAI object has a fixed shape")
+            raise InvalidInput(given[name].spelling, "applies only to V2 replies; an OpenAI object has a fixed shape")
     if "stream" in given and given["stream"].value:
-        raise InvalidInput("stream", "true: this request is answered as a whole")
+        raise InvalidInput("stream", "cannot be true, because this request is answered as a whole")

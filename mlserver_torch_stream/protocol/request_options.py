@@ -387,7 +387,7 @@ def _read_constraint(given: Merged) -> Constraint | None:
 def _read_stream_mode(given: Merged, streaming: bool) -> StreamMode:
     mode = StreamMode(given["stream_mode"].value) if "stream_mode" in given else StreamMode.EACH
     if mode is StreamMode.PROMPT and not streaming:
-        raise InvalidInput("stream_mode", "prompt needs a stream, this endpoint is unary")
+        raise InvalidInput("stream_mode", "prompt needs a stream, but this endpoint is unary")
     return mode
 
 
@@ -415,13 +415,13 @@ def _check_pieces(prompts: tuple[Prompt, ...]) -> None:
     if isinstance(prompts[0], ChatPrompt):
         raise InvalidInput("stream_mode", "a conversation cannot come in pieces; send text_input or input_ids")
     if len(prompts) != 1:
-        raise InvalidInput("stream_mode", f"prompt takes the pieces of one prompt, got {len(prompts)} prompts")
+        raise InvalidInput("stream_mode", f"prompt accepts the pieces of one prompt, got {len(prompts)} prompts")
 
 
 def _read_stream(given: Merged, streaming: bool) -> bool | None:
     stream = _read_flag(given, "stream")
     if stream and not streaming:
-        raise InvalidInput("stream", "true on an endpoint that answers once; use the stream endpoint")
+        raise InvalidInput("stream", "cannot be true on an endpoint that answers once; use the stream endpoint")
     return stream
 
 

@@ -73,7 +73,7 @@ class Tokenize(PromptSpelling, OpenAIChat):
         if PROMPT in taken and MESSAGES in taken:
             raise InvalidInput(PROMPT, f"contradicts {MESSAGES}")
         if PROMPT not in taken and MESSAGES not in taken:
-            raise InvalidInput(PROMPT, f"is needed, or {MESSAGES}")
+            raise InvalidInput(PROMPT, f"is needed, unless {MESSAGES} is given")
         return {key: value for key, value in taken.items() if key != _STRINGS}
 
 

@@ -29,7 +29,7 @@ def read_messages(columns: Columns, most: int) -> tuple[Mapping[str, Any], ...]:
     """
     roles = columns.get("role", ())
     if not roles:
-        raise InvalidInput("role", f"is needed beside {', '.join(columns)}")
+        raise InvalidInput("role", f"is needed in addition to {', '.join(columns)}")
     if len(roles) == 1:
         rows: list[Columns] = [{name: columns.get(name, ()) for name in MESSAGE_TENSORS}]
     else:
@@ -61,9 +61,9 @@ def _cell(columns: Columns, name: str, row: int) -> list[str]:
 def _message(role: str, row: Columns) -> dict[str, Any]:
     for kind in row["type"]:
         if kind not in ("text", ""):
-            raise InvalidInput("type", f"{shown(kind)} is not implemented, only text")
+            raise InvalidInput("type", f"{shown(kind)} is not implemented; only text is")
     if row["type"] and row["content"] and len(row["type"]) != len(row["content"]):
-        raise InvalidInput("type", f"names {len(row['type'])} parts, content has {len(row['content'])}")
+        raise InvalidInput("type", f"names {len(row['type'])} parts, but content has {len(row['content'])}")
     message: dict[str, Any] = {"role": role, "content": "".join(row["content"])}
     if row["tool_calls"]:
         message["tool_calls"] = [named("tool_calls", parse_json, call) for call in row["tool_calls"]]

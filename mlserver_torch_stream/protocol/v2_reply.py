@@ -86,7 +86,7 @@ class StreamReply:
     def event(self, event: TokenEvent) -> Sequence[JsonObject]:
         """Returns the response of one event.
 
-        If a sequence failed, the final response has ``error`` beside its outputs.
+        If a sequence failed, the final response has ``error`` in addition to its outputs.
         """
         parameters: JsonObject = {"request_id": self._request_id}
         final = self._progress.describe(event, parameters)

@@ -45,7 +45,7 @@ def prompt_source(tensors: Mapping[str, Tensor]) -> str:
     if not sources:
         raise InvalidInput(names.TEXT_INPUT, f"no prompt; send one of {', '.join(names.PROMPT_TENSORS)}")
     if len(sources) > 1:
-        raise InvalidInput(sources[1], f"a second prompt beside {sources[0]}; send exactly one")
+        raise InvalidInput(sources[1], f"is a second prompt in addition to {sources[0]}; send exactly one")
     return sources[0]
 
 

@@ -63,7 +63,9 @@ def with_elements(body: Mapping[str, Any], raw: bytes, most: int) -> Mapping[str
             continue
         if size > len(raw) - position:
             left = len(raw) - position
-            raise InvalidInput(_name(tensor), f"{SIZE} is {values.shown(size)}, {left} bytes are left of the body")
+            raise InvalidInput(
+                _name(tensor), f"{SIZE} is {values.shown(size)}, but only {left} bytes of the body are left"
+            )
         tensors.append(_with_elements(tensor, raw[position : position + size], most))
         position += size
     refuse_left_over(len(raw) - position)

@@ -71,7 +71,7 @@ def _check_counts(raw: bytes) -> None:
 
 def _refuse_above(most: int, count: int, what: str) -> None:
     if count > most:
-        raise ValueError(f"holds more than {most} {what}")
+        raise ValueError(f"has more than {most} {what}")
 
 
 def _is_text(raw: bytes) -> bool:
@@ -136,7 +136,7 @@ def most_checked(info: ModelInfo) -> int:
 
 
 def parse_json(text: str) -> Any:
-    """Parses bounded JSON, as ``parse_bounded`` does. Raises ValueError."""
+    """Parses bounded JSON, and raises ValueError as ``parse_bounded`` does."""
     return parse_bounded(text.encode("utf-8", "surrogatepass"))
 
 
@@ -152,7 +152,7 @@ def is_text(value: Any) -> bool:
 
 
 def to_integer(value: Any) -> int:
-    """Returns a whole number, which may be spelled ``2.0`` or ``"2"``. Raises ValueError."""
+    """Returns a whole number, which may be spelled ``2.0`` or ``"2"``. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
@@ -163,7 +163,7 @@ def to_integer(value: Any) -> int:
 
 
 def to_number(value: Any) -> float:
-    """Returns a finite number, which may be spelled as a string. Raises ValueError."""
+    """Returns a finite number, which may be spelled as a string. Raises ValueError for anything else."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -224,7 +224,7 @@ def seed(value: Any, info: ModelInfo) -> int:
     """Reads any signed or unsigned 64-bit integer, and reduces it to the range of the random generator."""
     result = to_integer(value)
     if not -(2**63) <= result < 2**64:
-        raise ValueError(f"must fit 64 bits, got {shown(value)}")
+        raise ValueError(f"must fit into 64 bits, got {shown(value)}")
     return result % _SEED_MODULUS
 
 
@@ -284,7 +284,7 @@ def strings(limit: int, max_bytes: int) -> Reader:
             raise ValueError(f"must be at most {limit} strings, got {len(elements)}")
         for element in elements:
             if not is_text(element) or not element:
-                raise ValueError(f"must be a non-empty string or a list of them, got {shown(element)}")
+                raise ValueError(f"must be a non-empty string or a list of such strings, got {shown(element)}")
         size = sum(len(element.encode()) for element in elements)
         if size > max_bytes:
             raise ValueError(f"must have at most {max_bytes} bytes in all strings together, got {size}")
@@ -319,7 +319,7 @@ def json_object(value: Any, info: ModelInfo) -> dict[str, Any]:
 
 
 def tool_choice(value: Any, info: ModelInfo) -> Any:
-    """Reads ``auto``, ``none``, ``required``, or an object that names a function. Raises ValueError."""
+    """Reads ``auto``, ``none``, ``required``, or an object that names a function; else raises ValueError."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse_json(value)
     if isinstance(value, str) and value in ("auto", "none", "required"):
@@ -328,7 +328,7 @@ def tool_choice(value: Any, info: ModelInfo) -> Any:
         raise ValueError(f"only functions are implemented, got {shown(value['type'])}")
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"must be auto, none, required or a function with its name, got {shown(value)}")
+        raise ValueError(f"must be auto, none, required or an object that names a function, got {shown(value)}")
     return {"name": function["name"]}
 
 

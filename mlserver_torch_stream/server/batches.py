@@ -87,7 +87,7 @@ class ServedModels:
         return model if isinstance(model, TokenModel) else None
 
     async def answer(self, name: str, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the reply to one row of a batch. Raises RequestError."""
+        """Returns the reply to one row of a batch. Raises RequestError if the row is refused or fails."""
         model = self._owner(name)
         if model is None:
             raise UnknownModel(name)

@@ -213,7 +213,9 @@ class ServerHost:
             config.http_protocol_class = protocol
 
     def enter(self, name: str, version: str | None) -> AbstractAsyncContextManager[MLModel]:
-        """Yields the model, while MLServer measures the request. Raises MLServerError."""
+        """Yields the model, while MLServer measures the request. Raises MLServerError if there is no such model, or if
+        it is not ready.
+        """
         entered: AbstractAsyncContextManager[MLModel] = self.data_plane._infer_contextmanager(name, version)
         return entered
 

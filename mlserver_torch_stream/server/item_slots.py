@@ -16,8 +16,8 @@ from mlserver_torch_stream.types import GenerationRequest, TokenEvent
 
 # The share of the slots for items while clients are active. With a quarter of 32 slots the time to a first token was
 # 1.59 times that without a batch, with an eighth 1.36 times (make bench, two cores with AMX). The embedded model's step
-# takes 13.6 ms for 1 sequence, 17 for 8 and 30 for 31 (benchmarks/LOG.md), beside 57 ms until the first token of a
-# prompt of 128 tokens.
+# takes 13.6 ms for 1 sequence, 17 for 8 and 30 for 31 (benchmarks/LOG.md), compared with 57 ms until the first token of
+# a prompt of 128 tokens.
 _SHARE = 1 / 8
 _PATIENCE_S = 60.0  # even if clients are always active, a batch starts an item in this time
 

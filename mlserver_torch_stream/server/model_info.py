@@ -57,7 +57,7 @@ async def read_statistics(host: ServerHost, state: ServerState, name: str, versi
         return _all_statistics(state, filter(is_ours, all_models(host.registry)))
     model = await host.registry.get_model(name, version)
     if not is_ours(model):
-        raise InvalidInput("name", f"{name} is a model of another runtime, whose requests are not counted")
+        raise InvalidInput("name", f"{name} belongs to another runtime, whose requests are not counted")
     return _all_statistics(state, [model])
 
 

@@ -19,7 +19,7 @@ PREFIX = "MLSERVER_TORCH_STREAM_"
 # Other modules read these variables: the folder of converted models, faults for tests, the choice of kernels.
 _ELSEWHERE = frozenset({"cache", "faults", "kernel"})
 _REMOVED = {
-    "grpc_management_port_torchserve": "the management API is served over REST alone: set "
+    "grpc_management_port_torchserve": "the management API is served only over REST; set "
     f"{PREFIX}MANAGEMENT_PORT_TORCHSERVE",
 }
 # Kubernetes sets such variables in every pod for a Service whose name begins with mlserver-torch-stream.
@@ -32,7 +32,7 @@ class ServerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drain_delay: float = Field(0.0, ge=0)
-    """Time after SIGTERM or SIGHUP in which the server reports that it is not ready and still takes requests, so that
+    """Time after SIGTERM or SIGHUP in which the server reports that it is not ready but still accepts requests, so that
     routers stop sending to it."""
     drain_grace: float = Field(30.0, ge=0)
     """Time after the delay in which streams in flight may finish; the remaining ones end with `abort`."""
@@ -66,7 +66,7 @@ class ServerOptions(BaseModel):
     model_store: str = ""
     """Folder of the archives that the management API registers; an empty value means none."""
     torchserve_config: str = ""
-    """A config.properties whose [defaults for models](torchserve.md#the-management-api) hold for models that the
+    """A config.properties whose [defaults for models](torchserve.md#the-management-api) apply to models that the
     management API registers; an empty value means TorchServe's defaults."""
     allowed_urls: str = ""
     """Regular expressions, separated by commas, one of which must match the whole URL of an archive that the management

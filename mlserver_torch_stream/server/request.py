@@ -42,7 +42,7 @@ Context = Callable[[str], ReplyContext]
 
 @dataclass(frozen=True, slots=True)
 class RestRequest:
-    """A request to a REST endpoint whose body has been read and not decoded.
+    """A request to a REST endpoint whose body has been read but not decoded.
 
     ``spelling`` is the spelling of the route that accepts the body.
     """
@@ -185,7 +185,8 @@ class ServedModel(ABC):
 
     @abstractmethod
     def most_open(self) -> int:
-        """Returns the number of requests of one gRPC stream that may run at once. Raises NotServing.
+        """Returns the number of requests of one gRPC stream that may run at once. Raises NotServing if the model is not
+        loaded.
 
         It is a method, because MLServer reads all properties of a model, even while the model loads.
         """
@@ -225,7 +226,9 @@ class ServedModel(ABC):
         raise no_handler(self.name)
 
     def describe_workers(self) -> dict[str, Any]:
-        """Describes the model's workers as TorchServe's management API does. Raises NotServing."""
+        """Describes the model's workers as TorchServe's management API does. Raises NotServing if the model is not
+        loaded.
+        """
         return {"workers": []}
 
 
@@ -237,7 +240,7 @@ class HandlerModel(ServedModel):
         """Starts or ends workers, so that there are at least ``least`` and at most ``most``. A worker that must end has
         ``grace`` seconds to finish.
 
-        Raises NotServing or LoadFailed.
+        Raises NotServing if the model is not loaded, and LoadFailed if a worker cannot be started.
         """
 
 
@@ -264,7 +267,9 @@ def no_handler(name: str, path: str = "/v1/chat/completions") -> InvalidInput:
     """Returns the error for a request that needs a handler but names a model that generates tokens, which answers at
     ``path``.
     """
-    message = f"{name} generates tokens and runs no TorchServe handler: ask it at {path} or /v2/models/{name}/generate"
+    message = (
+        f"{name} generates tokens and has no TorchServe handler; send requests to {path} or /v2/models/{name}/generate"
+    )
     return InvalidInput("model", message)
 
 
@@ -308,9 +313,8 @@ class Request(Generic[R]):
     def find(
         self, registry: MultiModelRegistry, name: str, version: str | None, other: Exception | None = None
     ) -> ServedModel:
-        """Finds the model, which must be a model of this package. Raises ModelNotFound.
-
-        For a model of another runtime, raises ``other`` instead, if it is given.
+        """Returns the model. Raises ModelNotFound if this package has no such model. For a model of another runtime,
+        raises ``other`` instead, if it is given.
         """
         model = find_model(registry, name, version)
         if not is_ours(model):

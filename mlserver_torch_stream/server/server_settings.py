@@ -39,7 +39,7 @@ def check_server_settings(folder: Path) -> None:
     for key in _PORTS:
         port = getattr(settings, key)
         if not 0 <= port <= MAX_PORT:
-            raise SettingsError(f"{_origin(key, path, key in given)}: must be a port, 0 to {MAX_PORT}, got {port}")
+            raise SettingsError(f"{_origin(key, path, key in given)}: must be a port from 0 to {MAX_PORT}, got {port}")
     refuse_ignored_keys(folder)
 
 

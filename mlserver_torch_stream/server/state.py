@@ -2,8 +2,9 @@
 reports.
 
 Runtimes and the model repository, which MLServer creates without passing them an object, call ``server_state``. All
-other code gets the state, or the part that it needs, as an argument. Two more objects exist once in a process, in rooms
-that do not import ``server``: ``engine.shared_pool.PROCESS`` and ``handlers.pool.handler_metrics.HANDLER_METRICS``.
+other code gets the state, or the part that it needs, as an argument. Two more objects exist once in a process, in
+packages that do not import ``server``: ``engine.shared_pool.PROCESS`` and
+``handlers.pool.handler_metrics.HANDLER_METRICS``.
 """
 
 from __future__ import annotations

@@ -176,14 +176,14 @@ class PromptReply:
         """Does nothing, because the work of a thread cannot be stopped."""
 
 
-_NOT_FIRST = "prompt is only for the first message of a stream, on MLServer's own gRPC service"
+_NOT_FIRST = "prompt is allowed only in the first message of a stream, on MLServer's own gRPC service"
 
 
 class TokenModel(ServedModel):
     """A model that generates tokens."""
 
     def generator(self, endpoint: EndpointKind) -> Generator:
-        """Makes the generator, which turns requests into token streams. Raises NotServing."""
+        """Returns the generator, which turns requests into token streams. Raises NotServing if no model is loaded."""
         built = self._slot.built
         return Generator(built.engine, built.codec, built.engine.info, self.observers(endpoint))
 
@@ -205,7 +205,7 @@ class TokenModel(ServedModel):
 
     def most_open(self) -> int:
         """Returns ``max_num_seqs``, which is also the number of requests of one gRPC stream that may run at once.
-        Raises NotServing.
+        Raises NotServing if the model is not loaded.
         """
         return int(self._slot.built.engine.info.max_num_seqs)
 
@@ -260,5 +260,5 @@ def only_model(registry: MultiModelRegistry) -> str:
     """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one."""
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
-        raise InvalidInput("model", f"is needed: there are {len(names)} models that generate tokens")
+        raise InvalidInput("model", f"is required, because the server has {len(names)} models that generate tokens")
     return names[0]

@@ -29,7 +29,7 @@ def _without_obstore(folder: Path) -> dict[str, str]:
         ("", "MLSERVER_TORCH_STREAM_BATCH_STORE is not set", False),
         ("store", "pip install 'mlserver-torch-stream[cloud]'", True),
         ("ftp://host/batches", "unknown scheme 'ftp'", False),
-        ("http://127.0.0.1/batches", "an HTTP server is for reading", False),
+        ("http://127.0.0.1/batches", "an HTTP server can only be read", False),
     ],
 )
 def test_a_server_without_batches_says_why_and_serves_its_models(

@@ -120,7 +120,7 @@ def test_several_models_have_to_be_chosen_from() -> None:
     with scripted_server(_answer("a"), models=("x", "y")) as server:
         assert _chat(server, "Hi\n") == (
             1,
-            "error: the server has several models, choose one with --model: x, y\n",
+            "error: the server has several models; choose one with --model: x, y\n",
         )
         assert _chat(server, "Hi\n", "--model", "y")[0] == 0
     assert server.asked[0]["path"] == "/v2/models/y/generate_stream"

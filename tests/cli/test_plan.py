@@ -21,7 +21,7 @@ def test_a_model_that_fits_one_device(tiny_model: Path, capsys: pytest.CaptureFi
     assert "24.0 GB, 300 GB/s, 121 TFLOP/s" in out and "data sheet" in out
     table = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert [row[0] for row in table] == ["1", "2"], "of its two key-value heads"
-    assert "Fits one: set replicas" in out
+    assert "Fits on one: set replicas" in out
 
 
 def test_a_device_of_ones_own_and_one_that_is_too_small(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_a_device_of_ones_own_and_one_that_is_too_small(tiny_model: Path, capsys
     assert main([*asked, "--memory", "1GB"]) == 0
     assert "< " in capsys.readouterr().out
     assert main([*asked, "--memory", "300KB"]) == 1
-    assert "Does not fit 2 of these: llama can be split by 1, 2." in capsys.readouterr().out
+    assert "Does not fit on 2 of these: llama can be split by 1, 2." in capsys.readouterr().out
 
 
 def test_this_machine(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,7 @@ def test_what_a_server_or_a_key_says_steers_no_terminal(rows: Path, server: Mode
         (("--url", "http://127.0.0.1:9", "--extra", '{"threads": 1}'), "--extra"),
         (("--url", "http://127.0.0.1:9", "--batch-tokens", "9"), "--batch-tokens"),
         (("--url", "http://127.0.0.1:9"), "--url: http://127.0.0.1:9 does not say"),
-        (("--as", "image"), "of kind image, which this model cannot take"),
+        (("--as", "image"), "of kind image, which this model does not accept"),
         (("--extra", '{"dtpye": 1}'), "did you mean 'dtype'"),
         (("--parameters", "[1]"), "must be a JSON object"),
         (("--max-wait", "-1"), "seconds above 0"),
@@ -228,7 +228,7 @@ def test_a_full_disk_is_told_and_nothing_half_written_is_left(rows: Path, server
     for path in (tmp_path / "out").iterdir():
         path.unlink()
     narrow = subprocess.run([*PROCESS, *map(str, command)], capture_output=True, preexec_fn=limit, timeout=120)
-    assert narrow.returncode == 3 and b"no room left to write" in narrow.stderr
+    assert narrow.returncode == 3 and b"no space left to write" in narrow.stderr
     assert not list((tmp_path / "out").glob("part-*"))
     status, _, _ = finish(start(*command))
     assert status == 0 and joined(tmp_path / "out") == wide
@@ -244,7 +244,7 @@ def test_an_output_that_may_not_be_written_is_told_before_anything_is_inferred(
     assert "s3://bucket/out/lease.json: no permission" in capsys.readouterr().err and not server.asked
 
 
-@pytest.mark.parametrize(("listing", "named"), [(404, "is not there"), (403, "no permission")])
+@pytest.mark.parametrize(("listing", "named"), [(404, "does not exist"), (403, "no permission")])
 def test_a_bucket_that_cannot_be_listed_is_told_at_once(
     server: ModelServer, capsys: Any, listing: int, named: str
 ) -> None:

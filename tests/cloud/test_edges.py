@@ -173,7 +173,9 @@ def test_a_folder_that_cannot_be_walked_is_an_error_row_and_the_other_files_are_
     assert cloud("run", "--input", tmp_path, "--url", server.url) == 1
     found = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
     assert [row["key"] for row in found] == ["a/1.txt", "a/up", "b/2.txt", "z.txt"]
-    said = "a folder that cannot be read: Permission denied" if unreadable else "a link to a folder that it is in"
+    said = (
+        "a folder that cannot be read: Permission denied" if unreadable else "a link to a folder that contains the link"
+    )
     assert [row["error"] and row["error"]["message"] for row in found] == [None, f"'a/up': is {said}", None, None]
 
 
@@ -273,7 +275,7 @@ def test_a_listing_that_a_key_stops_names_the_option_where_the_bucket_cannot_be_
     assert (
         f"error: s3://{bucket}/in: cannot be listed" in said
         and "e//f.txt" in said
-        and "name the others with --manifest" in said
+        and "name the other objects with --manifest" in said
     )
 
 
@@ -296,7 +298,7 @@ def test_folders_are_made_by_writing_alone(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("x")
     asyncio.run(plan(CloudRun(str(tmp_path / "in"), output=str(tmp_path / "out"))))
-    with pytest.raises(RunRefused, match=r"--manifest: .* is not there"):
+    with pytest.raises(RunRefused, match=r"--manifest: .* does not exist"):
         asyncio.run(plan(CloudRun(str(tmp_path / "in"), manifest=str(tmp_path / "none" / "list"))))
     assert os.listdir(tmp_path) == ["in"]
 
@@ -324,7 +326,7 @@ def test_a_glob_and_an_address_that_mean_nothing_are_refused(tmp_path: Path, cap
         glob_pattern("[z-a]*")
     (tmp_path / "a.jsonl").write_text("")
     assert cloud("run", "--input", tmp_path / "a.jsonl", "--glob", "*.txt", "--dry-run") == 2
-    assert "--glob: chooses among several objects, and --input names one: a.jsonl" in capsys.readouterr().err
+    assert "--glob: cannot be used, because --input names a single object: a.jsonl" in capsys.readouterr().err
     assert cloud("run", "--input", tmp_path, "--url", "http://[::1") == 2
     assert "--url: http://[::1 does not say" in capsys.readouterr().err
 

@@ -104,7 +104,7 @@ def test_where_it_breaks_one_error_row_stands_for_the_rest() -> None:
     assert rows[-1].line is None
 
 
-@pytest.mark.parametrize(("body", "said"), [(b"", "is empty, which is not gzip"), (_BODY[:3], "ends before its end")])
+@pytest.mark.parametrize(("body", "said"), [(b"", "is empty, so it is not gzip"), (_BODY[:3], "ends too early")])
 def test_an_object_without_a_whole_row_is_one_error_row(body: bytes, said: str) -> None:
     (row,) = _rows(body)
     assert row.failure is not None and row.failure.code == "invalid_gzip" and said in row.failure.message

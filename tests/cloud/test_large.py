@@ -51,14 +51,14 @@ def test_formats_that_are_not_looked_into_are_refused_by_name(
     with (tmp_path / name).open("wb") as out:
         out.truncate(2 * 2**30)  # which takes no room
     assert cloud("run", "--input", tmp_path, "--url", server.url, *options) == 2
-    told = f"--input: holds {name}, which is {form}, a form that is not read; write its rows as JSONL, of any size"
+    told = f"--input: contains {name}, which is {form}, a format that is not supported; convert its rows to JSONL"
     assert told in capsys.readouterr().err and not server.asked
 
 
 def test_other_objects_that_the_model_cannot_take_are_named(tmp_path: Path, server: ModelServer, capsys: Any) -> None:
     (tmp_path / "a.bin").write_text("x")
     assert cloud("run", "--input", tmp_path, "--url", server.url) == 2
-    assert "holds a.bin, of kind bytes, which this model cannot take" in capsys.readouterr().err
+    assert "contains a.bin, of kind bytes, which this model does not accept" in capsys.readouterr().err
 
 
 def test_an_object_that_is_one_row_and_too_large_is_an_error_row_that_says_how_large_it_may_be(
@@ -72,7 +72,7 @@ def test_an_object_that_is_one_row_and_too_large_is_an_error_row_that_says_how_l
     assert cloud("run", "--input", tmp_path, "--url", server.url) == 1
     large, small = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert large["error"]["code"] == "too_large" and small["error"] is None
-    assert "2147483648 bytes, over the 64.0 MiB" in large["error"]["message"]
+    assert "2147483648 bytes, larger than 64.0 MiB" in large["error"]["message"]
 
 
 def test_a_watcher_says_of_such_an_object_what_it_is_and_goes_on(tmp_path: Path, server: ModelServer) -> None:

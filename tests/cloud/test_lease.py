@@ -64,7 +64,7 @@ def test_a_replacement_waits_for_the_lock_of_another_process_no_longer_than_the_
         _, marks = await store.look("count")
         with (tmp_path / "count").open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            with pytest.raises(StoreUnavailable, match=r"another process keeps its lock for 0\.2 s"):
+            with pytest.raises(StoreUnavailable, match=r"another process has held its lock for 0\.2 s"):
                 await store.replace("count", b"1", marks)
         assert await store.get("count") == b"0"
         await store.replace("count", b"2", marks)
@@ -193,7 +193,7 @@ def test_a_writer_is_heard_of_while_it_works_and_notices_that_another_took_over(
                 await asyncio.sleep(0.01)
             lease.require()
             await _hold(store)
-            with pytest.raises(ObjectChanged, match="another command writes to it now"):
+            with pytest.raises(ObjectChanged, match="another command has taken over"):
                 while True:
                     lease.require()
                     await asyncio.sleep(0.01)

@@ -170,11 +170,11 @@ def test_a_member_over_the_bound_is_refused_by_name_and_the_next_one_is_read(tmp
 @pytest.mark.parametrize(
     ("data", "columns", "named"),
     [
-        (b"", ("question",), "is not Parquet"),
+        (b"", ("question",), "is not a Parquet file"),
         (b"PAR1" + b"x" * 100 + b"PAR1", ("question",), "has a footer of"),
         (_file(3)[:-9] + b"x" + _file(3)[-8:], ("nothing",), "cannot be read"),
         (_file(3), ("nothing",), "has no column 'nothing'"),
-        (_file(3), (9,), "has 3 columns, and so no column 9"),
+        (_file(3), (9,), "has only 3 columns, so there is no column 9"),
         (b"PAR1" + b"\xff" * 200 + _file(30)[204:], ("id",), "cannot be read"),
     ],
 )

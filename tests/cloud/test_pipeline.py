@@ -179,7 +179,7 @@ def test_an_exception_fails_its_batch_alone_and_a_wrong_number_of_outcomes_too()
     failures = {r.row.index: r.outcome.failure for r in found if r.outcome.failure is not None}
     assert sorted(failures) == [2, 3, 4, 5]
     assert failures[2] == Failure("inference_failed", "ValueError: it burned")
-    assert "0 outcomes came for 1 rows" in failures[4].message
+    assert "the model returned 0 outcomes for 1 rows" in failures[4].message
 
 
 def test_nothing_runs_beside_a_row_that_runs_alone() -> None:

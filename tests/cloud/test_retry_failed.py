@@ -127,7 +127,7 @@ def test_workers_try_their_own_parts_again(folder: Path) -> None:
 
 def test_too_many_that_fail_again_end_the_run(folder: Path) -> None:
     run(job(folder), Model())
-    with pytest.raises(TooManyFailures, match="2 rows failed, more than 1"):
+    with pytest.raises(TooManyFailures, match="2 rows failed, more than the 1 allowed"):
         run(job(folder, retry_failed=True, max_failures=1), Model())
     assert len(_records(joined(folder))) == 37
 
@@ -152,7 +152,7 @@ def test_objects_that_could_not_be_had_are_read_again_but_one_that_holds_rows_is
         "missing",
         "missing",
     ]
-    assert len(told) == 1 and "2 failed rows stand for" in told[0] and "late.jsonl, a.jsonl" in told[0]
+    assert len(told) == 1 and "2 failed rows each represent" in told[0] and "late.jsonl, a.jsonl" in told[0]
 
 
 def test_an_object_that_changed_since_is_still_another_one(folder: Path) -> None:

@@ -39,10 +39,10 @@ def _envelope(**changes: Any) -> dict[str, Any]:
 _REFUSED = {
     "method": (_envelope(method="GET"), "method", "must be POST, got 'GET'"),
     "a method of a wrong type": (_envelope(method=1), "method", "must be POST, got 1"),
-    "a response": ({"input": "x"}, None, "rows of /v1/responses are for the batches of a server"),
+    "a response": ({"input": "x"}, None, "rows for /v1/responses are supported only in a server's batches"),
     "url": (_envelope(url="/v1/embeddings"), "url", "must be one of /v1/chat/completions, /v1/completions"),
     "a url of a wrong type": (_envelope(url=["x"]), "url", "must be one of"),
-    "a url of another prompt": (_envelope(url="/v1/completions"), "url", "takes prompt"),
+    "a url of another prompt": (_envelope(url="/v1/completions"), "url", "needs prompt in the body"),
     "an unknown key": (_envelope(priority=1), "priority", "unknown key of a batch line"),
     "stream": ({**_TALK, "stream": True}, "stream", "must be false"),
     "a stream of a wrong type": ({**_TALK, "stream": "no"}, "stream", "must be false"),

@@ -181,9 +181,9 @@ def test_what_goes_not_with_sequences_is_named(run: tuple[Any, ...], tmp_path: P
     hasty = write(tmp_path / "hasty", sequenceBatching=True)
     for options, said in (
         ((*run, "--rows", "chunk"), "--rows: with --sequences"),
-        ((*run, "--output", tmp_path / "o", "--retry-failed"), "--retry-failed: is not implemented"),
-        (("run", "--input", tmp_path / "in", "--sequences"), "--sequences: is for a --handler"),
-        ((*run[:5], "--sequences"), "give their --chunk-bytes"),
+        ((*run, "--output", tmp_path / "o", "--retry-failed"), "--retry-failed: is not supported"),
+        (("run", "--input", tmp_path / "in", "--sequences"), "--sequences: needs a --handler"),
+        ((*run[:5], "--sequences"), "--sequences: needs --chunk-bytes"),
         ((*run, "--handler", stateless), "sequenceBatching in"),
         ((*run, "--handler", hasty), "sequenceMaxIdleMSec in"),
     ):

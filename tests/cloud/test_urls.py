@@ -206,7 +206,7 @@ def test_a_server_without_ranges_is_read_up_to_a_bound(other: Recorder, tmp_path
     line = json.dumps({"prompt": "x" * 2**20}).encode() + b"\n"
     other.objects = {"/small.txt": b"ab", "/large.jsonl": line * (MAX_BYTES_WITHOUT_RANGES // 2**20 + 1)}
     run(_job(tmp_path, [f"{other.url}/large.jsonl", f"{other.url}/small.txt"]), Model())
-    why = "its server does not answer range requests, as it must for an object of more than 8 MiB"
+    why = "its server does not support range requests, which objects larger than 8 MiB need"
     errors = [row["error"] for row in _rows(tmp_path) if row["error"]]
     assert errors == [{"code": "refused", "message": f"{other.url}/large.jsonl: {why}"}]
     assert _texts(tmp_path)[-1] == "ba"
@@ -234,17 +234,17 @@ def test_names_tell_urls_apart_that_differ_in_their_queries(other: Recorder, tmp
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("prompts/a.txt", "is no URL of s3, gs, az, http, https"),
-        ("file:///etc/passwd", "is no URL of"),
-        ("abfss://c@stranger.dfs.core.windows.net/a", "is no URL of"),
-        ("az://c@stranger/a", "names no object of a bucket"),
-        ("s3://bucket", "names no object of a bucket"),
+        ("prompts/a.txt", "is not a URL of s3, gs, az, http, https"),
+        ("file:///etc/passwd", "is not a URL of"),
+        ("abfss://c@stranger.dfs.core.windows.net/a", "is not a URL of"),
+        ("az://c@stranger/a", "does not name an object in a bucket"),
+        ("s3://bucket", "does not name an object in a bucket"),
         ("http:///a.txt", "without a valid host"),
         ("http://[::1/a.txt", "without a valid host"),
         ("https://user:pw@host/a.txt", "has a user or a password"),
         ('{"url": "https://host/a"}', "line 1 is neither a URL nor"),
         ('{"key": "https://host/a"', "line 1 is neither a URL nor"),
-        ("https://host/a?1\nhttps://host/a?2", "line 2 names https://host/a again"),
+        ("https://host/a?1\nhttps://host/a?2", "line 2 repeats https://host/a, which is already on line 1"),
     ],
 )
 def test_lines_that_name_no_object_are_refused(line: str, named: str) -> None:
@@ -303,7 +303,7 @@ def test_redirects_within_the_rule_are_followed_and_no_stranger_is_asked_beyond_
 
 
 def test_options_that_two_kinds_of_buckets_would_get_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunRefused, match="--storage: its options may be for gs or s3"):
+    with pytest.raises(RunRefused, match="--storage: the options could be for gs or s3"):
         UrlStore({"a": "s3://b/a", "b": "gs://b/a"}, {"endpoint": "http://127.0.0.1"}, 1.0)
 
 

@@ -106,7 +106,7 @@ def test_it_is_ready_and_has_metrics_and_names_what_has_no_effect(server: Server
     assert 'torch_stream_handler_workers{model="mnist"' in metrics
     for line in (
         "metrics_format: ignored: TorchServe 0.12 does not know it either",
-        "number_of_netty_threads: ignored: TorchServe's own machinery",
-        f"MLSERVER_HTTP_PORT: {server.http_port}, as the environment says, not 8085",
+        "number_of_netty_threads: ignored: internal to TorchServe",
+        f"MLSERVER_HTTP_PORT: {server.http_port} from the environment is used instead of 8085",
     ):
         assert line in server.log.splitlines()

@@ -257,7 +257,7 @@ def test_a_constraint_that_becomes_too_complex_ends_its_sequence_alone(
     with running(model, batcher=one_by_one(model) if serial else None, eos_token_ids=(EOS,)) as engine:
         failed, other = _answers(engine, [hard, easy])
     assert failed.finish_reason is FinishReason.ERROR and isinstance(failed.error, GenerationFailed)
-    assert "cannot be kept to its constraint" in str(failed.error) and "2000" in str(failed.error)
+    assert "the answer cannot be constrained" in str(failed.error) and "2000" in str(failed.error)
     assert as_request_error(failed.error).status == 422 and as_request_error(failed.error).field == "field"
     assert re.fullmatch(_WRITTEN, other.text)
 

@@ -817,7 +817,7 @@ def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
         ({"weights": "int8"}, "weights has no meaning to vLLM"),
         ({"vllm": {"model": "x"}}, "parameters.uri names the model"),
         ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),
-        ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, and parameters.extra.max_num_seqs is 5"),
+        ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, but parameters.extra.max_num_seqs is 5"),
     ],
     ids=str,
 )

@@ -73,7 +73,7 @@ def test_a_body_without_text_input_and_without_tensors_is_flat_and_lacks_it(
     info: ModelInfo, body: dict[str, Any], hint: str
 ) -> None:
     assert FLAT.accepts(body)
-    with pytest.raises(InvalidInput, match=rf"^text_input: is missing{hint}; flat JSON has its prompt there"):
+    with pytest.raises(InvalidInput, match=rf"^text_input: is missing{hint}; flat JSON needs its prompt there"):
         _decode(body, info)
 
 

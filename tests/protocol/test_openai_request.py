@@ -116,11 +116,11 @@ _MANY = MAX_CONTAINERS + 1
     ids=["lists", "objects", "among strings", "open"],
 )
 def test_too_many_lists_and_objects_are_refused_before_they_are_read(raw: bytes) -> None:
-    with pytest.raises(ValueError, match=f"holds more than {MAX_CONTAINERS} lists and objects"):
+    with pytest.raises(ValueError, match=f"has more than {MAX_CONTAINERS} lists and objects"):
         parse_bounded(raw)
-    with pytest.raises(ValueError, match="holds more than"):
+    with pytest.raises(ValueError, match="has more than"):
         parse_json(raw.decode())
-    with pytest.raises(InvalidInput, match=r"^body: holds more than"):
+    with pytest.raises(InvalidInput, match=r"^body: has more than"):
         parse_object(raw)
 
 
@@ -133,7 +133,7 @@ def test_too_many_lists_and_objects_are_refused_before_they_are_read(raw: bytes)
     ids=["strings", "keys"],
 )
 def test_too_many_strings_or_keys_are_refused_before_they_are_read(raw: bytes, what: str) -> None:
-    with pytest.raises(ValueError, match=f"holds more than [0-9]+ {what}$"):
+    with pytest.raises(ValueError, match=f"has more than [0-9]+ {what}$"):
         parse_bounded(raw)
 
 

@@ -63,7 +63,7 @@ def test_binary_tensors_and_others_stand_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("tensor", "raw", "said"),
     [
-        (_tensor("a", "INT32", 8), b"\0" * 4, "a: binary_data_size is 8, 4 bytes are left"),
+        (_tensor("a", "INT32", 8), b"\0" * 4, "a: binary_data_size is 8, but only 4 bytes of the body are left"),
         (_tensor("a", "INT32", 4), b"\0" * 9, "5 bytes belong to no input"),
         (_tensor("a", "INT32", 6), b"\0" * 6, "a: binary_data_size is 6, not a multiple of the 4 bytes"),
         (_tensor("a", "BYTES", 6), b"\x03\0\0\0ab", "a: its last element is cut off"),

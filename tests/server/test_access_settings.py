@@ -35,8 +35,8 @@ def _configured(**options: str | bool) -> AccessControl:
     ("content", "said"),
     [
         (None, "No such file"),
-        ("", "has no key"),
-        ("# a comment\n\n", "has no key"),
+        ("", "has no keys"),
+        ("# a comment\n\n", "has no keys"),
         ("good\nthe secret one\n", "line 2 of"),
         ("sécret\n", "line 1 of"),
     ],
@@ -85,8 +85,8 @@ def _no_such_authority(authority: Authority) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (_certificate_alone, "TLS_KEY_FILE: is not set, and TLS needs a certificate and its key"),
-        (_authority_alone, "TLS_CERT_FILE: is not set, and TLS needs a certificate and its key"),
+        (_certificate_alone, "TLS_KEY_FILE: is not set, but TLS needs both a certificate and its key"),
+        (_authority_alone, "TLS_CERT_FILE: is not set, but TLS needs both a certificate and its key"),
         (_key_of_another, "TLS_CERT_FILE and TLS_KEY_FILE: cannot be used"),
         (_encrypted_key, "TLS_CERT_FILE and TLS_KEY_FILE: cannot be used"),
         (_no_such_authority, "TLS_CLIENT_CA_FILE: cannot be used"),

@@ -121,7 +121,7 @@ def test_one_output_may_be_binary_and_the_other_not(server: Server) -> None:
 @pytest.mark.parametrize(
     ("raw", "shape", "size", "said"),
     [
-        (_bytes("Hello"), [1], 10, "text_input: binary_data_size is 10, 9 bytes are left"),
+        (_bytes("Hello"), [1], 10, "text_input: binary_data_size is 10, but only 9 bytes of the body are left"),
         (_bytes("Hello"), [1], 8, "text_input: its last element"),
         (_bytes("Hello") + b"more", [1], 9, "body: 4 bytes belong to no input"),
         (_bytes("Hello"), [2], 9, "text_input: shape [2] does not fit 1 elements"),

@@ -50,7 +50,7 @@ def test_of_several_models_one_is_typed(server: Server) -> None:
         number = re.search(r"(\d+)  tiny\n", shown.shown)
         assert number is not None and "other\n" in shown.shown
         shown.type("nobody\n")
-        again = shown.wait_for("Type a number or a name of the list.", listed)
+        again = shown.wait_for("Type a number or a name from the list.", listed)
         shown.wait_for("model> ", again)
         shown.type(f"{number[1]}\n")
         shown.wait_for("tiny at http", again)

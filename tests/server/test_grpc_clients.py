@@ -64,7 +64,7 @@ def test_the_size_of_raw_contents_may_be_given_and_must_be_true(stub: Stub, size
     if size == 8:
         with pytest.raises(grpc.RpcError) as caught:
             _text(stub, request)
-        assert caught.value.details() == "text_input: binary_data_size is 8, its raw contents have 9 bytes"
+        assert caught.value.details() == "text_input: binary_data_size is 8, but the raw contents have 9 bytes"
     else:
         assert _text(stub, request) == _text(stub, v2.grpc_request("tiny", "Hello", max_tokens=3))
 

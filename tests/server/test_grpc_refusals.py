@@ -207,7 +207,7 @@ def test_a_message_that_names_another_model_than_the_first_is_refused_alone(serv
     ]
     messages[2].model_version = "v9"
     reasons = _ends(list(stub.ModelStreamInfer(iter(messages), timeout=v2.TIMEOUT_S)))
-    refused = "error: model_name: this name or its version differs from the stream's first message"
+    refused = "error: model_name: the name or the version differs from that of the stream's first message"
     assert reasons == {0: "length", 1: refused, 2: refused, 3: "length"}
 
 

@@ -39,7 +39,7 @@ def test_a_client_that_sends_no_further_piece_is_told_without_having_to_send(imp
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "no further piece of the prompt came within 2 s" in caught.value.details()
+        assert "no further piece of the prompt arrived within 2 s" in caught.value.details()
     impatient.wait_for("tiny", lambda now: now["open_prompts"] == now["kv_cache_bytes"] == 0)
 
 

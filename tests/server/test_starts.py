@@ -78,7 +78,7 @@ _GUARDED = {"MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION": "mlserver_torch_stream.G
 @pytest.mark.parametrize(
     ("repository", "said"),
     [
-        pytest.param(_GUARDED, "keys /nowhere/keys cannot be read", id="no-file"),
+        pytest.param(_GUARDED, "the key file /nowhere/keys cannot be read", id="no-file"),
         pytest.param({}, "MLSERVER_MODEL_REPOSITORY_IMPLEMENTATION=", id="no-repository", marks=pytest.mark.slow),
     ],
 )

@@ -99,10 +99,10 @@ def _refusals() -> dict[str, tuple[pb.ModelInferRequest, str]]:
         "a datatype": (texts, "raw_input_contents: "),
         "shared memory": (shared, "shared_memory_region: is not implemented"),
         "many tensors": (many, "inputs: must have at most 1024 tensors"),
-        "pieces": (_request("bad", stream_mode="prompt"), "stream_mode: prompt is only for the first message"),
+        "pieces": (_request("bad", stream_mode="prompt"), "stream_mode: prompt is allowed only in the first message"),
         "an unknown model": (_request("bad", model="nobody"), "Model nobody not found"),
         "an unknown version": (version, "v9 not found"),
-        "another runtime": (_request("bad", model="foreign"), "model_name: foreign is a model of another runtime"),
+        "another runtime": (_request("bad", model="foreign"), "model_name: foreign belongs to another runtime"),
     }
 
 

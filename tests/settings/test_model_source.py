@@ -88,6 +88,6 @@ def test_a_local_model_lies_in_a_root_of_the_operator(tmp_path: Path, monkeypatc
     monkeypatch.setenv("MLSERVER_TORCH_STREAM_MODEL_ROOTS", f"/nowhere:{tmp_path / 'allowed'}")
     assert resolve_source("model", str(tmp_path / "allowed")).kind == "folder"
     for uri in (str(tmp_path / "allowed-not"), "../../allowed-not", f"file://{tmp_path / 'allowed/link'}"):
-        with pytest.raises(SettingsError, match=r"lies in no folder of MLSERVER_TORCH_STREAM_MODEL_ROOTS"):
+        with pytest.raises(SettingsError, match=r"is not in any folder of MLSERVER_TORCH_STREAM_MODEL_ROOTS"):
             resolve_source(uri, str(tmp_path / "allowed/model"))
     assert resolve_source("org/name").kind == "hub"

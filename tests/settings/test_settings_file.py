@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
         ('{"name": "chat"', "the file ends before its JSON object does"),
         ("", ": is empty"),
         (" \n", ": is empty"),
-        ("[1]", ": must hold a JSON object, not [1]"),
+        ("[1]", ": must contain a JSON object, not [1]"),
         ("\N{LATIN SMALL LETTER E WITH ACUTE}", ": is not UTF-8"),
     ],
 )
@@ -104,7 +104,7 @@ def test_settings_that_can_be_read_are_mlservers_own(file: Path) -> None:
     ("text", "says"),
     [
         ('{\n "http_port": "eighty"}', r"settings\.json, line 2: http_port: .*'eighty'"),
-        ('{\n "grpc_port": 70000}', r"settings\.json, line 2: grpc_port: must be a port, 0 to 65535, got 70000"),
+        ('{\n "grpc_port": 70000}', r"settings\.json, line 2: grpc_port: must be a port from 0 to 65535, got 70000"),
         ('{\n "paralel_workers": 0}', r"line 2: unknown key 'paralel_workers'; did you mean 'parallel_workers'\?"),
         ('{\n "max_num_seqs": 8}', r"line 2: 'max_num_seqs' belongs in parameters\.extra of model-settings\.json"),
         ('{\n "implementation": "x"}', r"line 2: 'implementation' belongs in model-settings\.json"),

@@ -315,7 +315,7 @@ def _tar_without_its_last_bytes(path: Path) -> str:
     [
         (_flipped, "cannot unpack .*decompressing"),
         (_encrypted, "cannot unpack .*encrypted"),
-        (_cut, "cannot unpack .*: it is a zip that is damaged or cut off"),
+        (_cut, "cannot unpack .*: it is a zip file that is damaged or incomplete"),
         (_no_archive, "cannot unpack .*: it is neither a zip nor a .tar.gz"),
         (_tar_without_its_last_bytes, "cannot unpack .*: Compressed file ended"),
         (lambda path: write_mar(path, {**_FILES, "model-config.yaml": "a: 2024-13-45"}, _MODEL), "cannot read"),

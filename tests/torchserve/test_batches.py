@@ -61,12 +61,12 @@ def test_requests_that_idle_workers_gather_are_not_among_those_that_wait() -> No
     for number in range(5):
         waiting.add(_job(f"r{number}"), 0.0, idle=[1])
     assert (waiting.waiting([1]), waiting.waiting([0, 1]), waiting.waiting([])) == (2, 0, 5)
-    with pytest.raises(QueueFull, match="2 requests wait already"):
+    with pytest.raises(QueueFull, match="2 requests are already waiting"):
         waiting.add(_job("more"), 0.0, idle=[1])
     for name in ("s1", "s2"):
         waiting.add(_job(name, sequence="s"), 0.0, idle=[0, 1])  # the second one waits for the first
     assert waiting.waiting([0, 1]) == 1 and len(waiting) == 7
-    with pytest.raises(QueueFull, match="1 of its requests wait"):
+    with pytest.raises(QueueFull, match="1 of its requests are already waiting"):
         waiting.add(_job("s3", sequence="s"), 0.0, idle=[0, 1])
 
 
@@ -277,7 +277,7 @@ def test_a_stream_that_begins_differently_when_run_again_is_ended_with_the_reaso
 
     async def scenario() -> None:
         assert [(await anext(job.stream)).value for _ in range(2)] == [b"a", b"b"]
-        with pytest.raises(HandlerFailed, match="it sent a different beginning"):
+        with pytest.raises(HandlerFailed, match="when it was run again alone, its answer began differently"):
             await anext(job.stream)
 
     run(scenario())

@@ -317,7 +317,7 @@ def _refusals() -> dict[str, tuple[PredictionsRequest, grpc.StatusCode, str]]:
         "tokens": (
             _ask(model="tokens"),
             invalid,
-            "model: tokens generates tokens and runs no TorchServe handler: ask it at /v1/chat/completions or "
+            "model: tokens generates tokens and has no TorchServe handler; send requests to /v1/chat/completions or "
             "/v2/models/tokens/generate\nBadRequestException.()",
         ),
     }

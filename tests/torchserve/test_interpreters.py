@@ -146,8 +146,8 @@ def test_an_interpreter_is_found_beside_the_settings_and_stays_a_link(tmp_path: 
         (None, "no such interpreter: python"),
         ("#!/bin/sh\necho 3 7", "handlers need Python 3.8 or later: it is Python 3.7"),
         ("#!/bin/sh\necho broken >&2; exit 3", "handlers need Python 3.8 or later: broken"),
-        ("#!/bin/sh\necho hello", "is not a Python interpreter that runs"),
-        ("no program", "is not a Python interpreter that runs"),
+        ("#!/bin/sh\necho hello", "cannot be run as a Python interpreter"),
+        ("no program", "cannot be run as a Python interpreter"),
     ],
 )
 def test_an_interpreter_that_is_not_there_or_too_old_is_named(tmp_path: Path, program: str | None, said: str) -> None:

@@ -253,7 +253,7 @@ def test_a_variable_of_mlserver_wins_and_is_named(folder: Path, monkeypatch: pyt
     _, variables, lines = _prepared(folder)
     assert "MLSERVER_HTTP_PORT" not in variables
     assert variables["MLSERVER_GRPC_PORT"] == "8083", "8081 is the port of the metrics"
-    assert "MLSERVER_HTTP_PORT: 8080, as the environment says, not 8085" in lines
+    assert "MLSERVER_HTTP_PORT: 8080 from the environment is used instead of 8085" in lines
     assert "metrics_address: its host is ignored: metrics are on the host of inference_address, 0.0.0.0" in lines
 
 
@@ -273,9 +273,7 @@ def test_the_management_api_is_opened_only_with_a_token_and_a_port_of_its_own(
     _properties(folder, "inference_address=http://0.0.0.0:8085\nmanagement_address=http://0.0.0.0:8085\n")
     _, variables, lines = _prepared(folder)
     assert not any("MANAGEMENT" in name for name in variables)
-    assert (
-        "management_address: ignored: management_address has the port of inference_address: name another one" in lines
-    )
+    assert "management_address: ignored: it has the same port as inference_address" in lines
 
 
 def test_a_host_that_cannot_differ_is_named() -> None:
@@ -299,11 +297,11 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ("metrics_address=unix:/tmp/x", "metrics_address: a Unix socket is not implemented"),
         ("inference_address=127.0.0.1:80", "inference_address: must be http://HOST:PORT, got '127.0.0.1:80'"),
         ("inference_address=http://127.0.0.1:70000", "inference_address: must have a port from 1 to 65535"),
-        ("metrics_address=http://127.0.0.1:8080", "metrics_address: must have another port than inference_address"),
+        ("metrics_address=http://127.0.0.1:8080", "metrics_address: must not have the same port as inference_address"),
         ("grpc_inference_port=0", "grpc_inference_port: must be from 1 to 65535, got 0"),
         ("max_request_size=large", "max_request_size: must be a whole number, got 'large'"),
         ("number_of_gpu=-1", "number_of_gpu: must not be below 0, got -1"),
-        ("service_envelope=\\ud83d", "half of a character is missing"),
+        ("service_envelope=\\ud83d", "has half of a surrogate pair"),
         ("max_request_size=0", "max_request_size: must be above 0, got 0"),
         ("load_models=../x.mar", "load_models: ../x.mar is not in the model store"),
         ("load_models=a=https://x.org/a.mar", "load_models: https://x.org/a.mar: nothing is downloaded"),
@@ -317,7 +315,7 @@ def test_gpus_are_hidden_only_where_there_are_more() -> None:
         ),
         ("models=[1]", "models: must be a JSON object of models and their versions"),
         ("metrics_config=none.yaml", "metrics_config: no such file: none.yaml"),
-        ("job_queue_size=$$NOT_THERE$$", "job_queue_size: no variable NOT_THERE in the environment"),
+        ("job_queue_size=$$NOT_THERE$$", "job_queue_size: the environment variable NOT_THERE is not set"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
@@ -354,7 +352,7 @@ def test_a_server_may_start_without_a_model(folder: Path, properties: str) -> No
 
 def test_what_is_no_folder_or_no_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for typed, said in (
-        (["serve-torchserve"], "no model_store: name it with --model-store"),
+        (["serve-torchserve"], "model_store is not set: set it with --model-store"),
         (["serve-torchserve", str(folder / "none")], f"model_store: no such folder: {folder}/none/model-store"),
         (["torchserve", "--start", "--ts-config", "none"], "--ts-config or TS_CONFIG_FILE: no such file: none"),
     ):
@@ -410,8 +408,8 @@ def test_an_archive_that_cannot_be_read_costs_its_own_model_alone(folder: Path) 
             {"dog 1.0"},
             ["{}/no.mar: the model store", "{}/none.mar: the model store"],
         ),
-        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar already is version 1.0 of x"]),
-        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar already is version 1.0 of dog"]),
+        ("load_models=x=dog.mar,x=dog.mar", {"x 1.0"}, ["{}/dog.mar: {}/dog.mar is already version 1.0 of x"]),
+        ("load_models=dog.mar,dog=cat-1.mar", {"dog 1.0"}, ["{}/cat-1.mar: {}/dog.mar is already version 1.0 of dog"]),
         (
             'model_snapshot={"models":{"a":{"1":{"marName":"no.mar"}}}}',
             set(),
@@ -448,8 +446,12 @@ def test_values_of_the_yaml_and_overrides_over_them() -> None:
         ({}, {"batch_size": 1}, "unknown key 'batch_size'; did you mean 'batchSize'"),
         ({"parallelType": "xp"}, {}, "parallelType"),
         ({"torchrun": {"nnodes": 2}}, {}, "torchrun.nnodes"),
-        ({"asyncCommunication": True, "continuousBatching": True}, {}, "asyncCommunication goes neither"),
-        ({"parallelType": "tp", "parallelLevel": 2, "continuousBatching": True}, {}, "several ranks go neither"),
+        ({"asyncCommunication": True, "continuousBatching": True}, {}, "asyncCommunication cannot be combined"),
+        (
+            {"parallelType": "tp", "parallelLevel": 2, "continuousBatching": True},
+            {},
+            "several ranks cannot be combined",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(yaml: dict[str, Any], overrides: dict[str, Any], said: str) -> None:

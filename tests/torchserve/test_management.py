@@ -262,7 +262,12 @@ def test_the_list_has_pages(api: Management) -> None:
         ("url=s3://bucket/x.mar", 404, "ModelNotFoundException", "does not match any allowed URL(s)"),
         ("url=http://127.0.0.1:1/x.mar", 404, "ModelNotFoundException", "does not match any allowed URL(s)"),
         ("url=http://127.0.0.1:1/allowed/x.mar", 400, "DownloadArchiveException", "Failed to download archive"),
-        ("url=http://127.0.0.1:1/allowed/x.py", 400, "DownloadArchiveException", "names no .mar"),
+        (
+            "url=http://127.0.0.1:1/allowed/x.py",
+            400,
+            "DownloadArchiveException",
+            "does not name a file that ends with .mar",
+        ),
         ("url=empty.mar", 400, "InvalidModelException", "it is not a model archive of TorchServe"),
         ("url=plain.mar&model_name=a/b", 400, "BadRequestException", "is not a valid name for a model"),
         ("url=plain.mar&batch_size=many", 400, "BadRequestException", "batch_size: must be a whole number, got 'many'"),

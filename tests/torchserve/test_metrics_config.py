@@ -117,7 +117,10 @@ def test_the_environment_names_the_file_where_the_model_does_not(
     ("text", "said"),
     [
         ("ts_metrics: {}", "has no model_metrics"),
-        ("model_metrics: {summary: []}", "model_metrics.summary: the type of a metric is one of counter, gauge, hist"),
+        (
+            "model_metrics: {summary: []}",
+            "model_metrics.summary: the type of a metric must be one of counter, gauge, hist",
+        ),
         ("model_metrics: {gauge: {}}", "model_metrics.gauge: must be a list"),
         ("model_metrics: {gauge: [{name: a, unit: ms}]}", r"gauge\[0\].dimensions: must be a list, got None"),
         ("model_metrics: {gauge: [{name: a, unit: ms, dimensions: [1]}]}", r"gauge\[0\].dimensions: .* names, got \[1"),

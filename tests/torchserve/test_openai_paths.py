@@ -85,7 +85,7 @@ def test_an_unknown_endpoint_is_named(server: Server) -> None:
     assert refused_by_handler.json()["message"] == "Unknown API endpoint: v1/embeddings"
     unknown = _ask(server, "tokens/1.0/v1/embeddings", {})
     assert unknown.status_code == 404 and unknown.json()["type"] == "ResourceNotFoundException"
-    assert "v1/embeddings; there are /predictions/tokens/v1/chat/completions" in unknown.json()["message"]
+    assert "v1/embeddings; the endpoints are /predictions/tokens/v1/chat/completions" in unknown.json()["message"]
     for path in ("tokens/2.0/v1/completions", "speaker/2.0/v1/completions"):
         assert _ask(server, path, _completion()).json()["type"] == "ModelVersionNotFoundException"
     assert _ask(server, "nobody/v1/completions", _completion()).json()["type"] == "ModelNotFoundException"

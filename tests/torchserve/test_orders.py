@@ -40,7 +40,7 @@ def _settings(**parameters: Any) -> ModelSettings:
         *(
             (
                 {"uri": "HANDLER", "extra": {"parallelType": kind, "torchrun": {"nproc-per-node": 2}, how: True}},
-                "several ranks go neither with continuousBatching nor with asyncCommunication",
+                "several ranks cannot be combined with continuousBatching or asyncCommunication",
             )
             for kind in ("pp", "tp", "pptp", "custom")
             for how in ("continuousBatching", "asyncCommunication")

@@ -113,7 +113,7 @@ def test_the_fields_of_a_url_encoded_form_reach_the_handler(server: Server) -> N
         (b"no form", "multipart/form-data; boundary=b", "body: is not valid multipart/form-data"),
         (b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx', "multipart/form-data; boundary=b", "ends before"),
         (b"--b\r\nX: y\r\n\r\nx\r\n--b--\r\n", "multipart/form-data; boundary=b", "a part has no name"),
-        (b"a=1&" * 1001, "application/x-www-form-urlencoded", "body: its form has more than 1000 fields"),
+        (b"a=1&" * 1001, "application/x-www-form-urlencoded", "body: the form has more than 1000 fields"),
     ],
 )
 def test_a_form_that_is_none_is_a_bad_request(server: Server, raw: bytes, content_type: str, said: str) -> None:

@@ -219,7 +219,9 @@ def test_the_manifest_means_what_the_page_says(tmp_path: Path) -> None:
         async with running(_archive(tmp_path, manifest)) as pool:
             (piece,) = [p async for p in pool.submit(HandlerRequest("r", [RequestPart("body", "text/plain", b"x")]))]
             assert json.loads(piece.value) == [["x"], model] and pool.config.batchSize == 3
-        with pytest.raises(LoadFailed, match="unknown envelope 'paper'; known are body, json, kserve, kservev2"):
+        with pytest.raises(
+            LoadFailed, match="unknown envelope 'paper'; the envelopes are body, json, kserve, kservev2"
+        ):
             async with running(_archive(tmp_path, {**manifest, "model": {**model, "envelope": "paper"}})):
                 pass
 

@@ -415,4 +415,6 @@ def test_fewer_workers_at_most_than_at_least_are_named_and_not_scaled() -> None:
     """TorchServe has `default_workers_per_model` workers then, whatever the YAML's `maxWorkers` is."""
     config = read_config({"maxWorkers": 1}, {"minWorkers": 2})
     assert config.most_workers == HandlerConfig(minWorkers=2).most_workers == 2
-    assert list(not_honoured({}, config)) == ["maxWorkers: 1 is less than minWorkers, so the model always has 2"]
+    assert list(not_honoured({}, config)) == [
+        "maxWorkers: 1 is less than minWorkers, so the model always has 2 workers"
+    ]

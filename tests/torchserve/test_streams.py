@@ -261,7 +261,7 @@ def test_a_handler_without_end_does_not_fill_the_memory_of_one_response(tmp_path
             observer = HandlerRequestObserver(record, reports, HandlerMetrics())
             reply = PieceEncoder(ReplyContext("model"), asked, False)
             whole = HandlerReply(asked, reply, pool.submit, observer, most_pieces=10)
-            with pytest.raises(HandlerFailed, match="stream it") as failed:
+            with pytest.raises(HandlerFailed, match="request a stream") as failed:
                 await whole.whole()
             assert failed.value.status == 507
             whole.close()

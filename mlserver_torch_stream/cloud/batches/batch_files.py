@@ -24,8 +24,8 @@ from mlserver_torch_stream.protocol.openai_batch_models import OUTPUT_PURPOSE
 MAX_ITEMS = 50_000  # OpenAI's bound
 _MAX_PROBLEMS = 20
 _ITEMS_AT_A_TIME = 32
-_EMPTY = BatchProblem("empty_file", "the input file holds no rows")
-_TOO_MANY = BatchProblem("too_many_rows", f"the input file holds more than {MAX_ITEMS} rows")
+_EMPTY = BatchProblem("empty_file", "the input file has no rows")
+_TOO_MANY = BatchProblem("too_many_rows", f"the input file has more than {MAX_ITEMS} rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ async def check_input(items: AsyncGenerator[Row, None], is_loaded: Callable[[str
             name = hashlib.blake2b(item.custom_id.encode("utf-8", "replace"), digest_size=16).digest()
             if name in seen and len(problems) < _MAX_PROBLEMS:
                 named = f"custom_id {item.custom_id[:100]!r}"
-                message = f"{named} is on an earlier line too, so that answers could not be told apart"
+                message = f"{named} is already used on an earlier line; each line needs a different one"
                 problems.append(BatchProblem("duplicate_custom_id", message, "custom_id", item.line))
             seen.add(name)
             if count % _ITEMS_AT_A_TIME == 0:
-                await asyncio.sleep(0)  # parsing a block awaits nothing: here other streams of the server run
+                await asyncio.sleep(0)  # parsing awaits nothing, so this lets the server's other tasks run
     return InputSummary(count, tuple(sorted(models)), tuple(problems) if count else (_EMPTY,))
 
 

@@ -114,9 +114,9 @@ class ItemInference:
         """Returns the model that the item names. Raises InvalidInput."""
         prompt = OPENAI_SPELLINGS[self._endpoint].prompt
         if prompt not in body:
-            raise InvalidInput("url", f"must be {self._endpoint}, as the batch says, which takes {prompt}")
+            raise InvalidInput("url", f"must be {self._endpoint}, the batch's endpoint, with {prompt!r} in the body")
         if body.get("model_version") is not None:
-            raise InvalidInput("model_version", "is not for rows of a batch: the newest version answers")
+            raise InvalidInput("model_version", "cannot be set for rows of a batch; the newest version answers them")
         name = body.get("model")
         if not is_text(name):
             raise InvalidInput("model", f"must name a model of this server, got {shown(name)}")
@@ -144,7 +144,8 @@ class BatchRun:
     async def run(self) -> None:
         """Runs the batch to its end.
 
-        Raises CloudError. In this case delivered items are kept, and the run may be tried again.
+        Raises CloudError if the store or the model fails; delivered items are then kept, and the run may be tried
+        again.
         """
         record = await self._places.batches.get(self.id)
         if record.status == "validating" or (record.status == "cancelling" and not record.total):
@@ -160,7 +161,7 @@ class BatchRun:
         await self._change(lambda batch: batch.moved("failed", problems=(problem,)))
 
     async def _validate(self, record: BatchRecord) -> BatchRecord:
-        summary = InputSummary(problems=(BatchProblem("missing", "the input file is not there", "input_file_id"),))
+        summary = InputSummary(problems=(BatchProblem("missing", "the input file does not exist", "input_file_id"),))
         with suppress(ObjectMissing):
             source = await self._source(record)
             # When a server starts, a model that items name may not be loaded yet.
@@ -237,7 +238,7 @@ class BatchRun:
         async with WriterLease(parts, 1, 1, places.retry):
             record = await self._change(_finalizing)
             if record.ended:
-                return  # another process has done it
+                return  # another process has ended the batch
             missing = partial(self._missing, record)
             answered, failed = await write_output_files(self.id, parts, places.files, places.retry, missing)
             record = await self._change(lambda batch: _finished(batch, answered, failed))

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_UNFINISHED = 100  # batches that have not ended; further ones are refused
 _AT_ONCE = 4
 _PAUSES = Retry(first=1.0, longest=60.0)
-_IN_USE_S = 15.0  # between two looks at a batch that another process runs, or ran until it died
+_IN_USE_S = 15.0  # between two checks of a batch that another process is running, or was running when it died
 
 
 class BatchRunner:
@@ -59,7 +59,7 @@ class BatchRunner:
         if not self._open:
             raise NotServing("the server is shutting down")
         if len(self._runs) >= MAX_UNFINISHED:
-            raise QueueFull(f"{len(self._runs)} batches have not ended, of {MAX_UNFINISHED} allowed", 60)
+            raise QueueFull(f"{len(self._runs)} batches have not ended; at most {MAX_UNFINISHED} are allowed", 60)
         await self._check_input(request.input_file_id)
         made = self._ids.make(BATCH)
         record = BatchRecord(made, request.input_file_id, request.endpoint, int(time.time()), request.metadata)
@@ -73,7 +73,7 @@ class BatchRunner:
         except NoSuchObject:
             raise InvalidInput("input_file_id", f"no file has the id {file_id}") from None
         if file["purpose"] != PURPOSE:
-            raise InvalidInput("input_file_id", f"is a file of purpose {file['purpose']}, not {PURPOSE}")
+            raise InvalidInput("input_file_id", f"the file's purpose must be {PURPOSE!r}, got {file['purpose']!r}")
 
     async def cancel(self, batch_id: str) -> BatchRecord:
         """Cancels a batch. Raises NoSuchObject, or InvalidInput for a batch that has ended."""
@@ -143,14 +143,14 @@ class BatchRunner:
                 await asyncio.sleep(_IN_USE_S)
             except RunRefused as error:
                 logger.error("Batch %s failed: %s", run.id, error.message)
-                await run.fail(BatchProblem(error.code, "its run cannot go on; the server's log says why"))
+                await run.fail(BatchProblem(error.code, "the batch cannot continue; the server's log says why"))
                 return
             except CloudError as error:
                 failed += 1
                 await self._pause(f"Batch {run.id}", error, failed)
             except Exception:
                 logger.exception("Batch %s failed", run.id)
-                await run.fail(BatchProblem("server_error", "the server failed at this batch; its log says why"))
+                await run.fail(BatchProblem("server_error", "the server failed during this batch; its log says why"))
                 return
 
     @asynccontextmanager
@@ -173,7 +173,7 @@ class BatchRunner:
 
     async def _pause(self, what: str, error: CloudError, failed: int) -> None:
         seconds = _PAUSES.pause(min(failed, 8), error)
-        logger.warning("%s: tried again in %.0f s: %s", what, seconds, error.message)
+        logger.warning("%s: trying again in %.0f s: %s", what, seconds, error.message)
         await asyncio.sleep(seconds)
 
 

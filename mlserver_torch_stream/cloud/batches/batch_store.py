@@ -261,7 +261,7 @@ class BatchPlaces:
     def open(cls, url: str, ids: IdMaker) -> BatchPlaces:
         """Opens the stores. Raises BatchesOff if the URL or the object-store library cannot be used."""
         if url.startswith(("http://", "https://")):
-            raise BatchesOff("an HTTP server is for reading; files and batches need s3, gs, az or a folder")
+            raise BatchesOff("an HTTP server can only be read; files and batches need a folder or an s3, gs or az URL")
         retry = Retry()
         try:
             url = Store.open(url).url

@@ -172,7 +172,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise LoadFailed(f"{MANIFEST}: has no model.handler")
     runtime = manifest.get("runtime", "python")
     if runtime not in ("python", "python3"):
-        raise LoadFailed(f"{MANIFEST}: the runtime {runtime!r} is not implemented, only python")
+        raise LoadFailed(f"{MANIFEST}: the runtime {runtime!r} is not supported; only python is")
     return manifest
 
 
@@ -201,7 +201,7 @@ _IMPLEMENTATION = "mlserver_torch_stream.TorchServeRuntime"
 def model_name(archive: Archive, given: str | None, file_name: str) -> str:
     """Chooses the model's name: ``given``, else the name in the manifest, else the file's name.
 
-    Raises SettingsError.
+    Raises SettingsError if the name is not valid.
     """
     chosen = given or str(archive.model.get("modelName") or _ENDING.sub("", file_name))
     if not _NAME.fullmatch(chosen):
@@ -223,7 +223,7 @@ def read_named(path: Path, given: str | None) -> tuple[str, str, Mapping[str, An
     archive.close()  # the manifest and the YAML are read
     version = model_version(archive) or _USUAL_VERSION
     if not _NAME.fullmatch(version):
-        raise SettingsError(f"{version!r} is not a version of a model")
+        raise SettingsError(f"{version!r} is not a valid version of a model")
     return model_name(archive, given, path.name), version, archive.yaml
 
 

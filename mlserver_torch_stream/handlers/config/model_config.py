@@ -53,7 +53,7 @@ class HandlerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     minWorkers: int = Field(1, ge=0)  # worker processes
-    maxWorkers: int = Field(0, ge=0)  # below minWorkers, as the default is: the number never changes
+    maxWorkers: int = Field(0, ge=0)  # if below minWorkers, as by default, the number is fixed
     scaleUpAfterMSec: int = Field(1000, ge=0)  # how long a request waits, while no worker is free, until one is added
     scaleDownAfterMSec: int = Field(60_000, ge=0)  # how long an idle worker stays
     batchSize: int = Field(1, gt=0)
@@ -99,9 +99,9 @@ class HandlerConfig(BaseModel):
     @model_validator(mode="after")
     def _one_way_of_batching(self) -> HandlerConfig:
         if self.asyncCommunication and (self.continuousBatching or self.sequenceBatching):
-            raise ValueError("asyncCommunication goes neither with continuousBatching nor with sequenceBatching")
+            raise ValueError("asyncCommunication cannot be combined with continuousBatching or sequenceBatching")
         if self.ranks > 1 and (self.continuousBatching or self.asyncCommunication):
-            raise ValueError("several ranks go neither with continuousBatching nor with asyncCommunication")
+            raise ValueError("several ranks cannot be combined with continuousBatching or asyncCommunication")
         return self
 
     @property
@@ -177,7 +177,8 @@ def not_honoured(yaml: Mapping[str, Any], config: HandlerConfig) -> Iterator[str
         if key in yaml:
             yield f"{key}: {reason}"
     if 0 < config.maxWorkers < config.minWorkers:
-        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so the model always has {config.minWorkers}"
+        least = config.minWorkers
+        yield f"maxWorkers: {config.maxWorkers} is less than minWorkers, so the model always has {least} workers"
     if not config.most_workers:
         yield "minWorkers: 0: the model has no worker, and answers no request until a worker is added"
     torchrun = yaml.get("torchrun")

@@ -18,19 +18,19 @@ CARRIED = {
     "default_workers_per_model": "minWorkers",
     "job_queue_size": "jobQueueSize",
 }
-METRICS_CONFIG = "metrics_config"  # the path of a file, which is copied beside each model's settings
+METRICS_CONFIG = "metrics_config"  # the path of a file, which is copied next to each model's settings
 MODEL_SNAPSHOT = "model_snapshot"  # JSON: the archives to load, each with its settings
 _MODELS = "models"  # JSON: settings by model and version
 MAR, DEFAULT_VERSION = "marName", "defaultVersion"  # here the model's folder says both
 _ADDRESS = "settings.json: host, http_port, grpc_port"
 _TLS = "the environment: MLSERVER_TORCH_STREAM_TLS_CERT_FILE, MLSERVER_TORCH_STREAM_TLS_KEY_FILE"
 _MANAGED = "set by the environment: MLSERVER_TORCH_STREAM_MANAGEMENT_PORT_TORCHSERVE and the related variables"
-_INSIDE = "TorchServe's own machinery"
+_INSIDE = "internal to TorchServe"
 _WHERE = {
     _ADDRESS: "inference_address grpc_inference_address grpc_inference_port",
     "settings.json: metrics_port": "metrics_address enable_metrics_api",
     _MANAGED: "management_address enable_model_api",
-    "the management API is served over REST alone, at management_address": (
+    "the management API is served only over REST, at management_address": (
         "grpc_management_address grpc_management_port"
     ),
     "the environment: MLSERVER_TORCH_STREAM_MAX_BODY_BYTES; for gRPC, settings.json: grpc_max_message_length": (
@@ -55,14 +55,14 @@ _WHERE = {
     "a token does not expire": "token_expiration_min",
     "the environment: MLSERVER_TORCH_STREAM_ALLOWED_URLS": "allowed_urls use_env_allowed_urls",
     "parameters.extra.blacklist_env_vars": "blacklist_env_vars",
-    "variables of TorchServe are not read": "enable_envvars_config",
-    "each of a handler's metrics is shown on metrics_port": "metrics_mode model_metrics_auto_detect",
-    "host metrics are the node exporter's": "disable_system_metrics system_metrics_cmd metric_time_interval",
+    "TorchServe's environment variables are not read": "enable_envvars_config",
+    "all metrics of a handler are exported on metrics_port": "metrics_mode model_metrics_auto_detect",
+    "the node exporter exports host metrics": "disable_system_metrics system_metrics_cmd metric_time_interval",
     "MLServer's logging": "async_logging debug",
     "workflows are not carried over": "workflow_store",
     "the C++ backend is not carried over": "cpp_log_config",
-    "the handler's own matter": "ipex_enable ipex_gpu_enable cpu_launcher_enable cpu_launcher_args",
-    "V2 is what MLServer speaks": "ts_open_inference_protocol",
+    "up to the handler": "ipex_enable ipex_gpu_enable cpu_launcher_enable cpu_launcher_args",
+    "MLServer always speaks V2": "ts_open_inference_protocol",
     _INSIDE: (
         "vmargs plugins_path model_server_home prefer_direct_buffer number_of_netty_threads netty_client_threads "
         "use_native_io io_ratio initial_worker_port initial_distribution_port unregister_model_timeout version "
@@ -188,4 +188,4 @@ def _unescaped(text: str) -> str:
     try:
         return unescaped.encode("utf-16", "surrogatepass").decode("utf-16")  # two escapes may make one character
     except UnicodeDecodeError:
-        raise SettingsError(f"config.properties: {text!r}: half of a character is missing") from None
+        raise SettingsError(f"config.properties: {text!r}: has half of a surrogate pair") from None

@@ -153,7 +153,7 @@ class ServerConfig:
         wanted = {**_FIXED, **self._addresses(), **self._bounds(), **self._cors(), **self._visible(gpus)}
         wanted |= {name: properties[key] for key, name in _PASSED_ON.items() if key in properties}
         lines = [
-            f"{name}: {environ[name]}, as the environment says, not {value}"
+            f"{name}: {environ[name]} from the environment is used instead of {value}"
             for name, value in wanted.items()
             if name not in _UNNAMED and environ.get(name, value) != value
         ]
@@ -222,7 +222,7 @@ class ServerConfig:
         if not self.is_true("enable_metrics_api", True):
             found[_METRICS_ENDPOINT] = ""
         elif metrics.port == inference.port:
-            raise SettingsError("config.properties: metrics_address: must have another port than inference_address")
+            raise SettingsError("config.properties: metrics_address: must not have the same port as inference_address")
         port = self._number("grpc_inference_port", "be from 1 to 65535", _is_port, _USUAL_GRPC_PORT)
         found[f"{_OURS}GRPC_PORT_TORCHSERVE"] = str(port)
         taken = (inference.port, metrics.port, self._managed.port, port)
@@ -272,9 +272,9 @@ class ServerConfig:
     def _why_unmanaged(self) -> str | None:
         """Returns the reason why the management API is not opened; None if it is opened."""
         if not self._managed.port:
-            return "there is no management_address"
+            return "management_address is not set"
         if self._managed.port == self._inference.port:
-            return "management_address has the port of inference_address: name another one"
+            return "it has the same port as inference_address"
         if not self.is_true("disable_token_authorization") and not any(name in self._environ for name in _TOKENS):
             return f"set {' or '.join(_TOKENS)}, or disable_token_authorization=true"
         return None
@@ -300,7 +300,7 @@ class ServerConfig:
     @property
     def _store(self) -> Path:
         if "model_store" not in self.properties:
-            raise SettingsError("no model_store: name it with --model-store or in config.properties")
+            raise SettingsError("model_store is not set: set it with --model-store or in config.properties")
         return Path(self.properties["model_store"])
 
     def _extra_of_all(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def _resolved(key: str, value: str, environ: Mapping[str, str]) -> str:
 
     def variable(match: re.Match[str]) -> str:
         if match[1] not in environ:
-            raise SettingsError(f"config.properties: {key}: no variable {match[1]} in the environment")
+            raise SettingsError(f"config.properties: {key}: the environment variable {match[1]} is not set")
         return environ[match[1]]
 
     return _REFERENCE.sub(variable, value)

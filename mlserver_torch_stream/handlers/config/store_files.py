@@ -105,7 +105,9 @@ class StoreFiles:
         self.check(url)
         name = _file_name(url)
         if not name.endswith(ENDINGS) or name.startswith("."):
-            raise ManagementRefusal(400, "DownloadArchiveException", f"{url} names no {', '.join(ENDINGS)} file")
+            raise ManagementRefusal(
+                400, "DownloadArchiveException", f"{url} does not name a file that ends with {', '.join(ENDINGS)}"
+            )
         path, part = folder / name, folder / f".{name}.{uuid4().hex}"
         with self._claimed(path):
             try:
@@ -136,7 +138,7 @@ class StoreFiles:
         with opener.open(url, timeout=_TIMEOUT_S) as response, part.open("xb") as file:
             while chunk := response.read(_CHUNK):
                 if shutil.disk_usage(part.parent).free < len(chunk):
-                    raise OSError("no room on disk")
+                    raise OSError("no space left on the disk")
                 file.write(chunk)
 
     def check(self, url: str) -> None:

@@ -81,7 +81,7 @@ def unpack(archive: Path, folder: Path, bounds: UnpackBounds, wanted: Wanted = e
         with zipfile.ZipFile(archive) as packed, closing(_of_zip(packed)) as members:
             target.write(members)
     elif _begins(archive, _ZIP):
-        raise zipfile.BadZipFile("it is a zip that is damaged or cut off")
+        raise zipfile.BadZipFile("it is a zip file that is damaged or incomplete")
     elif not _begins(archive, _GZIP):
         raise zipfile.BadZipFile("it is neither a zip nor a .tar.gz")
     else:
@@ -148,7 +148,7 @@ class _Target:
                 self._make(path)
                 continue
             if member.size > shutil.disk_usage(self._folder).free:
-                raise LoadFailed(f"{self._archive}: no room on disk for {member.name!r} ({member.size} bytes)")
+                raise LoadFailed(f"{self._archive}: no space on the disk for {member.name!r} ({member.size} bytes)")
             self._make(path.parent)
             self._count_file()
             self._copy(member.content, path)

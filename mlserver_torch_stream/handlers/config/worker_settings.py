@@ -61,10 +61,10 @@ def _checked(document: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yields each type of metric with its metrics. Raises ValueError, which says what is wrong in the document."""
     section = document.get(MODEL_METRICS) if isinstance(document, dict) else None
     if not section or not isinstance(section, dict):
-        raise ValueError(f"has no {MODEL_METRICS}, which TorchServe needs: metrics by type")
+        raise ValueError(f"has no {MODEL_METRICS}, which must map types to lists of metrics")
     for kind, metrics in section.items():
         if kind not in _TYPES:
-            raise ValueError(f"{MODEL_METRICS}.{kind}: the type of a metric is one of {', '.join(_TYPES)}")
+            raise ValueError(f"{MODEL_METRICS}.{kind}: the type of a metric must be one of {', '.join(_TYPES)}")
         if not isinstance(metrics, list):
             raise ValueError(f"{MODEL_METRICS}.{kind}: must be a list of metrics")
         yield kind, [_metric(f"{MODEL_METRICS}.{kind}[{index}]", metric) for index, metric in enumerate(metrics)]
@@ -107,7 +107,7 @@ def find_interpreter(given: str, folder: str | None) -> str:
         )
         version = tuple(map(int, run.stdout.split()))
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise SettingsError(f"{key}: {path} is not a Python interpreter that runs: {error}") from None
+        raise SettingsError(f"{key}: {path} cannot be run as a Python interpreter: {error}") from None
     if run.returncode or version < OLDEST:
         problem = run.stderr.strip()[-500:] or f"it is Python {'.'.join(map(str, version))}"
         raise SettingsError(f"{key}: {path}: handlers need Python {OLDEST[0]}.{OLDEST[1]} or later: {problem}")
@@ -125,7 +125,9 @@ def environment_of(python: str | None) -> dict[str, str]:
 
 def not_installed(requirements: str, uri: str, uses_venv: bool) -> str:
     """Returns a line that says how to install an archive's requirements into an environment for its workers."""
-    line = f"{requirements} is not installed by the server: where it is needed, {_how_to_install(uri, requirements)}"
+    line = (
+        f"{requirements} is not installed by the server: if the handler needs it, {_how_to_install(uri, requirements)}"
+    )
     if not uses_venv:
         return line
     return f"useVenv: {line}; or set parameters.extra.useVenv to false for the server's own environment"

@@ -102,7 +102,8 @@ class BatchDispatcher:
     def _most_ahead(self, slot: WorkerSlot) -> int:
         """Returns how many batches the worker may hold in addition to the batch that it runs.
 
-        0 if another worker might run a batch earlier, or if a request would run although its client has disconnected.
+        Returns 0 if another worker might run a batch earlier, or if a request would run although its client has
+        disconnected.
         """
         alone = self._queue.most_workers == len(self._supervisor.slots) == 1 and self._config.stops == "alone"
         if not slot.batches or not slot.batch_s or not alone or self._config.useJobTicket:

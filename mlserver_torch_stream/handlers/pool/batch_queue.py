@@ -128,12 +128,12 @@ class BatchQueue:
     def add(self, job: HandlerJob, now: float, idle: Collection[int] = ()) -> None:
         """Adds a request that has arrived. ``idle`` are the workers that are gathering a batch, as in ``waiting``.
 
-        Raises QueueFull or RequestTooLarge.
+        Raises QueueFull if too many requests are waiting, and RequestTooLarge if a worker cannot receive so many bytes.
         """
         if job.bytes > self._most_bytes:
             raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")
         if len(self) >= self._config.queue_size and (count := self.waiting(idle)) >= self._config.queue_size:
-            raise QueueFull(f"{count} requests wait already (jobQueueSize)")
+            raise QueueFull(f"{count} requests are already waiting (jobQueueSize)")
         if self._config.sequenceBatching and job.request.sequence_id is not None:
             self._add_to_sequence(job, job.request.sequence_id, now, idle)
         else:
@@ -261,7 +261,7 @@ class BatchQueue:
         if len(sequence.pending) >= (limit := self._config.maxSequenceJobQueueSize):
             gathered = self._gathered(idle)
             if (count := sum(each.key not in gathered for each in sequence.pending)) >= limit:
-                raise QueueFull(f"sequence_id: {count} of its requests wait (maxSequenceJobQueueSize)")
+                raise QueueFull(f"sequence_id: {count} of its requests are already waiting (maxSequenceJobQueueSize)")
         sequence.pending.append(job)
 
     def _expire(self, now: float) -> None:

@@ -246,7 +246,9 @@ class HandlerJob:
         self._repeated += 1
         if not same:
             assert self.retry is not None
-            self.stream.fail(HandlerFailed(f"{self.retry.message} (run again alone, it sent a different beginning)"))
+            self.stream.fail(
+                HandlerFailed(f"{self.retry.message} (when it was run again alone, its answer began differently)")
+            )
             self.stream.close()
 
 

@@ -149,8 +149,9 @@ class WorkerPool:
     def submit(self, request: HandlerRequest, *, more: bool = False) -> PieceStream:
         """Queues a request and returns the stream of its answer.
 
-        With ``more``, the next request of the same batch follows at once, so no batch is sent yet. Raises QueueFull,
-        RequestTooLarge, NotServing or WorkerLost.
+        With ``more``, the next request of the same batch follows at once, so no batch is sent yet. Raises QueueFull or
+        RequestTooLarge if the request cannot be queued, NotServing if there is no worker, and WorkerLost if the
+        request's sequence is not open.
         """
         refusal = self._refusing or self.supervisor.trouble
         if refusal is not None:

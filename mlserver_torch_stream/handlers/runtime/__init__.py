@@ -128,7 +128,7 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
         context: ReplyContext,
         binary: BinaryOutputs | None = None,
     ) -> HandlerReply:
-        """``binary`` names the outputs that a REST request wants as raw bytes; None over gRPC."""
+        """Makes the reply. ``binary`` names the outputs that a REST request wants as raw bytes; None means gRPC."""
         built = self._slot.built
         reply = PieceEncoder(context, request, built.archive.envelope in ("kserve", "kservev2"))
         return HandlerReply(request, reply, built.engine.submit, self._observer(request, endpoint), binary)

@@ -1,6 +1,6 @@
 """Builds a model's pool of workers from its settings, and describes it as TorchServe's management API does.
 
-``build`` blocks, so it runs in a thread beside the event loop.
+``build`` blocks, so it runs in a thread and not on the event loop.
 """
 
 from __future__ import annotations

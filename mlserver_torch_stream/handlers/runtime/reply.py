@@ -138,7 +138,7 @@ class PieceReader:
                 self._observer.piece(job.queued_s)
                 last, count, size = piece.last, count + 1, size + len(piece.value)
                 if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
-                    message = f"{count} pieces with {size} bytes are too many for one response: stream it"
+                    message = f"{count} pieces with {size} bytes are too much for one response: request a stream"
                     raise HandlerFailed(message, 507)
                 yield piece if last or count > 1 else self._first_of_stream(piece)
             if not last and self._closed:

@@ -157,7 +157,7 @@ def _json(name: str, value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        raise InvalidInput(name, "its elements do not have its datatype") from None
+        raise InvalidInput(name, "the elements do not match the datatype") from None
 
 
 def _transport_headers(payload: Any) -> Mapping[str, str]:

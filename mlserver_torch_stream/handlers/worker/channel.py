@@ -39,7 +39,8 @@ class SentPiece:
 
 
 class Channel:
-    """Any thread may send, and one thread reads. A message has at most ``most_bytes`` bytes.
+    """The worker's end of its connection to the server. Any thread may send, and one thread reads. A message has at
+    most ``most_bytes`` bytes.
 
     If a message cannot be sent, because the server has closed its end, ``lost`` is called and no error is raised.
     """

@@ -90,7 +90,7 @@ def find_handler(spelled: str, folder: str, envelope: str, asynchronous: bool) -
     found = _in_module(module, function)
     if inspect.iscoroutinefunction(found.entry) != asynchronous:
         raise HandlerRefused(
-            "asyncCommunication needs an `async def handle`, and this one is not"
+            "asyncCommunication needs an `async def handle`, but the handler's is not async"
             if asynchronous
             else "the handler is an `async def`: set asyncCommunication: true in model-config.yaml"
         )
@@ -125,7 +125,7 @@ def _built_in(name: str, spelled: str) -> ModuleType:
         own = error.name == f"ts.torch_handler.{name}"
         why = "is in the torchserve package" if own else f"needs a module that is missing, {error.name}"
         raise HandlerRefused(f"TorchServe's handler {spelled!r} {why}: install {BUILT_IN[name]}") from None
-    except Exception as error:  # torchvision, for example, raises RuntimeError beside another version of torch
+    except Exception as error:  # torchvision, for example, raises RuntimeError if torch has another version
         raise HandlerRefused(f"TorchServe's handler {spelled!r} cannot be imported: {described(error)}") from error
 
 
@@ -181,7 +181,7 @@ def _instead(module: ModuleType, own: list[type], classes: list[type]) -> str:
 
 def _enveloped(entry: Entry, envelope: str, asynchronous: bool) -> Entry:
     if envelope not in ENVELOPES:
-        raise HandlerRefused(f"unknown envelope {envelope!r}; known are {', '.join(ENVELOPES)}")
+        raise HandlerRefused(f"unknown envelope {envelope!r}; the envelopes are {', '.join(ENVELOPES)}")
     if asynchronous:
         raise HandlerRefused("asyncCommunication cannot be combined with a service envelope")
     if envelope not in _OF_KSERVE:

@@ -39,7 +39,7 @@ class Response:
 
 
 def parse(message: bytes | bytearray) -> Response:
-    """Parses a message in TorchServe's binary format. Raises ValueError."""
+    """Parses a message in TorchServe's binary format. Raises ValueError if the message is incomplete."""
     cursor = _Cursor(memoryview(message))
     code = cursor.integer()
     text = cursor.text()
@@ -70,7 +70,7 @@ class _Cursor:
     def take(self, length: int) -> bytes:
         end = self._position + length
         if length < 0 or end > len(self._message):
-            raise ValueError("the response is cut off")
+            raise ValueError("the response is incomplete")
         taken = bytes(self._message[self._position : end])
         self._position = end
         return taken
@@ -157,7 +157,7 @@ class HandlerContext(Context):  # type: ignore[misc]
     def piece(self, index: int, value: Any, last: bool, request_id: str | None = None) -> SentPiece:
         """Encodes the value for the request at ``index``, or for ``request_id`` if it is given.
 
-        Raises values.Unserialisable if the value cannot be sent, or if the handler has broken the context.
+        Raises values.Unserialisable if the value cannot be sent, or if the handler has damaged the context.
         """
         try:
             status, _ = self.get_response_status(index)
@@ -181,7 +181,9 @@ class Outlet:
         self.ended: set[str] = set()  # the ids of the requests whose last piece was sent
 
     def sendall(self, message: bytes | bytearray | None) -> None:
-        """Sends a message that is encoded in TorchServe's binary format. Raises ClientsLeft."""
+        """Sends a message that is encoded in TorchServe's binary format. Raises ClientsLeft if no client waits any
+        more.
+        """
         self.send(None if message is None else parse(message))
 
     def fail(self, request_ids: Sequence[str], status: int, message: str) -> None:
@@ -191,7 +193,9 @@ class Outlet:
         self.ended.update(failed)
 
     def send(self, response: Response | None) -> None:
-        """Sends a response, which is None on ranks other than the first. Raises ClientsLeft."""
+        """Sends a response, which is None on ranks other than the first. Raises ClientsLeft if no client waits any
+        more.
+        """
         if response is None:
             self._stop.sent(left=False)
             return

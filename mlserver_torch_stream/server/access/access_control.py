@@ -39,7 +39,7 @@ class ApiKeys:
             self._version: object = self._file_version()
             self._digests = self._read()
         except OSError as error:
-            raise SettingsError(f"the file of keys {path} cannot be read: {os.strerror(error.errno or 0)}") from None
+            raise SettingsError(f"the key file {path} cannot be read: {os.strerror(error.errno or 0)}") from None
 
     def accept(self, authorizations: Sequence[str]) -> bool:
         """Whether the request is authorized. ``authorizations`` are its ``Authorization`` headers, which must be
@@ -86,7 +86,7 @@ class ApiKeys:
             if not _KEY.fullmatch(key):
                 raise SettingsError(f"line {number} of {self._path} has characters that a header cannot contain")
         if not keys:
-            raise SettingsError(f"the file of keys {self._path} has no key")
+            raise SettingsError(f"the key file {self._path} has no keys")
         return frozenset(_digest(key) for _, key in keys)
 
 
@@ -164,7 +164,7 @@ def tls_files(options: ServerOptions) -> TlsFiles | None:
         return None
     if not (files.certificate and files.key):
         missing = "TLS_KEY_FILE" if files.certificate else "TLS_CERT_FILE"
-        raise SettingsError(f"{PREFIX}{missing}: is not set, and TLS needs a certificate and its key")
+        raise SettingsError(f"{PREFIX}{missing}: is not set, but TLS needs both a certificate and its key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     named = "TLS_CERT_FILE and TLS_KEY_FILE"
     try:
@@ -179,7 +179,7 @@ def tls_files(options: ServerOptions) -> TlsFiles | None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return error.reason or "it is not a PEM file of that kind"
+        return error.reason or "it is not a PEM file of the expected kind"
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 

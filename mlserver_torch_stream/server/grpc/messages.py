@@ -162,11 +162,11 @@ def _check_raw(request: pb.ModelInferRequest) -> None:
     given = request.raw_input_contents
     bare = [tensor for tensor in request.inputs if not tensor.contents.ListFields()]
     if given and len(given) != len(bare):
-        raise InvalidInput(_RAW, f"there are {len(given)} for {len(bare)} inputs without contents")
+        raise InvalidInput(_RAW, f"has {len(given)} entries for {len(bare)} inputs without contents")
     for tensor, raw in zip(bare, given, strict=False):
         said = tensor.parameters[SIZE].int64_param if SIZE in tensor.parameters else len(raw)
         if said != len(raw):
-            raise InvalidInput(tensor.name, f"{SIZE} is {said}, its raw contents have {len(raw)} bytes")
+            raise InvalidInput(tensor.name, f"{SIZE} is {said}, but the raw contents have {len(raw)} bytes")
         if tensor.datatype == "BYTES":
             check_strings(tensor.name, raw, MAX_STRINGS)
 
@@ -293,7 +293,7 @@ async def _with_first(
         async for message in following:
             model = find_model(registry, message.model_name, message.model_version)
             if ours and message.model_name and model is not find_model(registry, first.model_name, first.model_version):
-                problem = "this name or its version differs from the stream's first message"
+                problem = "the name or the version differs from that of the stream's first message"
                 yield RefusedMessage(InvalidInput("model_name", problem), message.id)
             else:
                 yield await convert_large(servicer, message, context)

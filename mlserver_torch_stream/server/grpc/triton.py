@@ -112,7 +112,7 @@ class TritonReply(Request[Reply]):
         request = self._request
         self.request_id = request.id or str(uuid4())
         name = request.model_name
-        other = InvalidInput("model_name", f"{name} is a model of another runtime: stream from it on MLServer's port")
+        other = InvalidInput("model_name", f"{name} belongs to another runtime; stream from it on MLServer's port")
         self.find(self._host.registry, name, request.model_version or None, other)
         converted = await convert_large(self._servicer, request, self._context)
         payload = convert_message(self._servicer, converted, self._context)
@@ -137,7 +137,8 @@ class TritonReply(Request[Reply]):
 def _error_of(body: JsonObject) -> str:
     """Returns the error of the response's sequence.
 
-    It is empty if the sequence ended with ``timeout`` or ``abort``: Triton's clients drop the text beside an error.
+    It is empty if the sequence ended with ``timeout`` or ``abort``: Triton's clients drop the text that comes with an
+    error.
     """
     reasons = [tensor["data"] for tensor in body["outputs"] if tensor["name"] == FINISH_REASON]
     failed = reasons in ([], [[FinishReason.ERROR.value]])
@@ -163,7 +164,7 @@ _REFUSED = {
         _MEMORY,
     ),
     "TraceSetting": "tracing is set by MLServer's tracing_server when the server starts",
-    "LogSettings": "the log is set when the server starts",
+    "LogSettings": "logging is configured when the server starts",
 }
 
 Unary = Callable[[bytes, grpc.ServicerContext], Awaitable[bytes]]

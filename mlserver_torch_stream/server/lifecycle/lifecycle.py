@@ -109,9 +109,8 @@ def _retrieve_exception(task: asyncio.Future[T]) -> None:
         task.exception()
 
 
-# Seconds after an abort for the running step and the last responses, and again for the engines' threads.
-_ABORT_TIMEOUT = 2.0
-_ENGINE_STOP_TIMEOUT = 0.5
+_ABORT_TIMEOUT = 2.0  # seconds for the running step and the last responses after an abort
+_ENGINE_STOP_TIMEOUT = 0.5  # seconds for the engines' threads to end
 
 
 class Drainable(Protocol):

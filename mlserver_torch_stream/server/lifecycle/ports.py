@@ -62,7 +62,7 @@ def port_problem(settings: Settings, options: ServerOptions) -> str | None:
             ports[name] = port
     for name, port in {**ports, "grpc_port": settings.grpc_port}.items():
         if not 0 <= port <= MAX_PORT:
-            return template.format(port, name, addresses.get(name, host), f"ports are 0 to {MAX_PORT}")
+            return template.format(port, name, addresses.get(name, host), f"a port must be from 0 to {MAX_PORT}")
     for name, port in ports.items():
         address = addresses.get(name, host)
         try:

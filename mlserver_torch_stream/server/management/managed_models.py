@@ -90,11 +90,11 @@ class ManagedModels:
         return {model.name: self._url(model) for model in default_models(self._registry)}
 
     def find(self, name: str, version: str | None) -> MLModel:
-        """Returns the model, which must belong to this package. Raises RequestError."""
+        """Returns the model. Raises RequestError if this package has no such model."""
         return find_accepted(self._registry, name, version, lambda model: model is not None)
 
     def versions(self, name: str) -> list[MLModel]:
-        """Returns all versions of a model. Raises RequestError."""
+        """Returns all versions of a model. Raises RequestError if there is no such model."""
         self.find(name, None)
         return [model for model in all_models(self._registry) if model.name == name]
 
@@ -177,7 +177,9 @@ class ManagedModels:
                 404, "ModelVersionNotFoundException", f"Model version {version} does not exist for model {name}"
             )
         if not registry.default.version:
-            message = f"The default of model {name} has no version, so without being the default it could not be named"
+            message = (
+                f"The default of model {name} has no version, so no request could name it if it were not the default"
+            )
             raise ManagementRefusal(409, "ConflictStatusException", message)
         default_version.mark(registry, model)
 
@@ -198,7 +200,7 @@ class ManagedModels:
     def _find_scalable(self, name: str, version: str | None) -> HandlerModel:
         model: Any = self.find(name, version)
         if not isinstance(model, HandlerModel):
-            raise bad_request(f"{name} runs no TorchServe handler: it has no workers")
+            raise bad_request(f"{name} has no workers, because it has no TorchServe handler")
         return model
 
     def _reserve(self, name: str, version: str) -> None:

@@ -84,7 +84,7 @@ _DESCRIPTIONS = {
     "200": "OK",
     "202": "Accepted",
     "400": "Bad request, or no valid token",
-    "403": "The default version is removed last",
+    "403": "The default version cannot be removed before the other versions",
     "404": "Model not found or model version not found",
     "409": "Model already registered",
     "500": "The workers cannot be started",
@@ -269,4 +269,4 @@ def _store_files(options: ServerOptions) -> StoreFiles:
     try:
         return StoreFiles(folder, patterns)
     except re.error as error:
-        raise SettingsError(f"{PREFIX}ALLOWED_URLS: not a pattern: {error}") from None
+        raise SettingsError(f"{PREFIX}ALLOWED_URLS: is not a regular expression: {error}") from None

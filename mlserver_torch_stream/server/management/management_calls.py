@@ -118,7 +118,9 @@ Descriptions = list[dict[str, Any]]
 
 
 async def _customized(model: Any, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the handler's own description, which must be a JSON object, as in TorchServe. Raises RequestError."""
+    """Returns the handler's own description, as in TorchServe; an empty dict if it is not a JSON object. Raises
+    RequestError if the handler fails.
+    """
     if not isinstance(model, HandlerModel):
         return {}
     reply = model.open_prediction((), {**headers, "describe": "True"}, str(uuid4()), EndpointKind.REST_UNARY)
@@ -154,8 +156,8 @@ def read_token(options: ServerOptions) -> str | None:
             raise SettingsError(f"{PREFIX}MANAGEMENT_TOKEN_FILE: cannot be read: {error}") from None
     if not token:
         raise SettingsError(
-            f"the management API needs {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
-            f"or {PREFIX}DISABLE_TOKEN_AUTHORIZATION=true"
+            f"the management API needs a token: set {PREFIX}MANAGEMENT_TOKEN or {PREFIX}MANAGEMENT_TOKEN_FILE, "
+            f"or switch tokens off with {PREFIX}DISABLE_TOKEN_AUTHORIZATION=true"
         )
     return token
 

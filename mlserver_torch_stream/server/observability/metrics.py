@@ -165,7 +165,7 @@ def torchserve_families(requests: list[tuple[Labels, ModelRequests]]) -> Iterato
         total.add_metric((model, version or "default", host), sum(counts.requests.values()))
     yield total
     for name, read in _LATENCIES.items():
-        latency = Metric(name, f"TorchServe's metric {name}, of requests that ended well", "unknown")
+        latency = Metric(name, f"TorchServe's metric {name}, of requests that succeeded", "unknown")
         for (model, version), counts in requests:
             latency.add_sample(
                 name, dict(zip(_TORCHSERVE_LABELS, (model, version or "default", host), strict=True)), read(counts)
@@ -257,7 +257,7 @@ _COMPUTED: dict[str, Callable[[EngineStats], float]] = {
 }
 _ENGINE_COUNTERS = {
     "decode_steps": "Steps in which sequences decoded",
-    "mixed_steps": "Steps in which sequences decoded beside prompts, which `step_target` paces",
+    "mixed_steps": "Steps that decoded sequences and also computed prompts, whose share `step_target` limits",
     "mixed_step_seconds": "Seconds of those steps; divided by `mixed_steps`, the mean pause that prompts cause",
     "prefill_tokens": "Tokens of prompts, and of preempted sequences, that were computed",
     "prefix_cache_hit_tokens": "Prompt tokens that were found in pages of other sequences, and not computed",
@@ -272,7 +272,10 @@ _ENGINE_COUNTERS = {
     "wasted_tokens": "Tokens decoded in a step that began after their stream had closed",
 }
 _REQUEST_COUNTERS = {
-    "requests": ("finish_reason", "Requests: the gravest finish reason of their sequences, `cancelled` or `refused`"),
+    "requests": (
+        "finish_reason",
+        "Requests by the gravest finish reason of their sequences, or as `cancelled` or `refused`",
+    ),
     "sequences": ("finish_reason", "Sequences by finish reason; those of a client that disconnected are `abort`"),
     "request_errors": ("status_code", "Requests that failed, by the REST status of their error, also over gRPC"),
 }
@@ -280,7 +283,7 @@ _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": ("first_token", "From a request's start to its first event, tokenizing included"),
     "inter_token_latency_seconds": (
         "inter_token",
-        "Between a sequence's tokens; k tokens that came as one event are k gaps of a k-th of the time since the last",
+        "Between a sequence's tokens; k tokens in one event count as k gaps of a k-th of the time since the last event",
     ),
     "request_queue_time_seconds": ("queue", "The longest wait of a request's prompts before their prefill began"),
     "e2e_request_latency_seconds": (
@@ -362,11 +365,11 @@ class WeightsMetrics(Collector):
         weights, engines = self._resources.weights, self._resources.engines
         text = "Copies of weights in memory, each shared by all models that name the same files and devices"
         yield GaugeMetricFamily(_PREFIX + "loaded_weights", text, value=len(weights))
-        yield GaugeMetricFamily(_PREFIX + "engines", "Engines that take requests", value=len(engines))
+        yield GaugeMetricFamily(_PREFIX + "engines", "Engines that accept requests", value=len(engines))
         text = "Weights loaded since the process began; a reload of unchanged files loads none"
         yield CounterMetricFamily(_PREFIX + "weight_loads", text, value=weights.made)
         text = (
-            "Loads of weights that were checked although an earlier start can have recorded the checks, by `reason`: "
+            "Loads of weights that were checked although an earlier start could have recorded the checks, by `reason`: "
             "`new`, `weights`, `code`, `chip`, `damaged` or `foreign` (others can write the record)"
         )
         checks = CounterMetricFamily(_PREFIX + "weight_checks", text, labels=("reason",))

@@ -75,7 +75,7 @@ class _AdapterRoutes:
         if not _NAME.fullmatch(name):
             raise InvalidInput("lora_name", "must be 1 to 128 letters, digits or . : / _ -")
         if find_model(self._registry, name, None) is not None or find_adapter(self._registry, name) is not None:
-            raise InvalidInput("lora_name", f"{name!r} already is the name of a model or an adapter")
+            raise InvalidInput("lora_name", f"{name!r} is already the name of a model or an adapter")
         adapters = self._owner(body).adapters
         assert adapters is not None
         await adapters.load(name, place_of(self._root, path))
@@ -97,7 +97,9 @@ class _AdapterRoutes:
         if "model" in body:
             takers = [model for model in takers if model.name == body["model"]]
         if len(takers) != 1:
-            raise InvalidInput("model", "must name the one model that takes adapters: its vllm has enable_lora")
+            raise InvalidInput(
+                "model", "must name a model that accepts adapters, which has enable_lora in parameters.extra.vllm"
+            )
         return takers[0]
 
 
@@ -105,7 +107,7 @@ def place_of(root: str, path: str) -> str:
     """Returns the folder or hub id for a client's ``path``, which may be a folder below ``root``, if ``root`` is set,
     or a hub id.
 
-    Raises InvalidInput.
+    Raises InvalidInput for any other path.
     """
     if root:
         with suppress(OSError, ValueError):  # a path that is too long, or contains NUL
@@ -114,7 +116,9 @@ def place_of(root: str, path: str) -> str:
                 return str(found)
     if _HUB_ID.fullmatch(path) and not os.path.exists(path) and not _hub_is_off():
         return path
-    raise InvalidInput("lora_path", "is neither a folder below the server's lora_root nor a hub id that can be had")
+    raise InvalidInput(
+        "lora_path", "is neither a folder below the server's lora_root nor a hub id that the server can download"
+    )
 
 
 def _hub_is_off() -> bool:

@@ -286,7 +286,7 @@ class _Download(Response):
                         piece = await anext(self._rest, None)
                 await chunks.write(b"", more=False)
             except RequestError as error:
-                logger.error(f"The content of a file breaks off: {error.message}")
+                logger.error(f"Cannot send the rest of a file's content: {error.message}")
                 abort(scope)
 
     def _leave(self) -> None:

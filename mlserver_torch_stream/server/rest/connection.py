@@ -366,7 +366,7 @@ def _decoder(headers: EncodedHeaders, most_bytes: int) -> _Plain:
                 raise _too_large(most_bytes)
     coding = ", ".join(codings).strip().lower() or "identity"
     if coding not in _CODINGS:
-        raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not implemented, only gzip")
+        raise UnknownCoding(f"content-encoding: {coding[:100]!r} is not supported; only gzip is")
     return _Plain(most_bytes) if coding == "identity" else _Gzip(most_bytes)
 
 

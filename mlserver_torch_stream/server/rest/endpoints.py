@@ -387,8 +387,8 @@ def count_requests() -> None:
     Called once.
 
     MLServer's middleware builds the URL of each request and compares the routes' paths a second time to find the label
-    ``path``, which takes longer than many an answer. Here the route is found once, before the request is passed on, and
-    the router does not compare the paths again. Requests to other paths are left to the middleware and the router.
+    ``path``, which takes longer than many answers do. Here the route is found once, before the request is passed on,
+    and the router does not compare the paths again. Requests to other paths are left to the middleware and the router.
     """
     wrap(Hook.REST_METRICS, _counting)
 

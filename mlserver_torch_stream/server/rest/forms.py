@@ -66,7 +66,7 @@ class FormReader:
                 },
             )
         except FormParserError as error:
-            raise InvalidInput("content-type", f"its boundary is refused: {error}") from None
+            raise InvalidInput("content-type", f"the boundary is not valid: {error}") from None
 
     def feed(self, chunk: bytes) -> Sequence[FormEvent]:
         """Returns the events in the next bytes of the body. Raises InvalidInput."""

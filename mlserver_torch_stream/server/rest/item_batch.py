@@ -63,7 +63,7 @@ Item = tuple[dict[str, Any], bytes]
 
 
 def add_routes(host: ServerHost, lifecycle: Lifecycle, options: ServerOptions) -> None:
-    """Called once for a server."""
+    """Adds the route of the batches. Called once for a server."""
     host.add_routes([_BatchRoute(host, _BatchEndpoint(host, lifecycle, options))])
 
 
@@ -137,7 +137,7 @@ class _BatchEndpoint:
                     await asyncio.wait(tasks.values())
             await send({"type": "http.response.body", "body": b""})
         except InvalidInput as error:
-            logger.warning(f"The batches for model '{found.name}' end: {error.message}")
+            logger.warning(f"The connection that sends batches to model '{found.name}' is closed: {error.message}")
             abort(scope)
         finally:
             end()
@@ -202,7 +202,7 @@ class _BatchEndpoint:
                 values.append(piece.value)
                 size += len(piece.value)
                 if size > MAX_ANSWER_BYTES:
-                    return encode_frame({"too_large": f"the answer is more than {MAX_ANSWER_BYTES} bytes"})
+                    return encode_frame({"too_large": f"the answer is larger than {MAX_ANSWER_BYTES} bytes"})
                 if len(values) > MAX_ANSWER_PIECES:
                     return encode_frame({"too_large": f"the answer has more than {MAX_ANSWER_PIECES} pieces"})
         except Exception as error:
@@ -253,7 +253,7 @@ def _opened(model: HandlerModel, header: Mapping[str, Any], body: bytes) -> Piec
 def _field(header: Mapping[str, Any], name: str, kind: type) -> Any:
     """Returns a field of a frame's header. Raises InvalidInput if the field does not have the type ``kind``."""
     if type(header.get(name)) is not kind:
-        raise InvalidInput(name, f"must be of the type {kind.__name__} in the header of a frame")
+        raise InvalidInput(name, f"must be of type {kind.__name__} in the header of a frame")
     return header[name]
 
 
@@ -300,4 +300,4 @@ def _taken(buffer: FrameBuffer) -> Item | None:
     try:
         return buffer.take()
     except (BrokenFrame, RecursionError) as error:
-        raise InvalidInput("body", f"has {error}") from None
+        raise InvalidInput("body", f"is not valid: {error}") from None

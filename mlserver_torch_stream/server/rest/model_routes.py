@@ -37,7 +37,7 @@ _PATHS: dict[str, Read] = {
 
 
 def add_routes(host: ServerHost, state: ServerState) -> None:
-    """Called once for a server."""
+    """Adds the routes. Called once for a server."""
     routes = [_ModelRoute(path, host, state, read) for path, read in _PATHS.items()]
     host.add_routes([*routes, _IndexRoute(host.repository_handlers)])
 

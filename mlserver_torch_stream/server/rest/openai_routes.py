@@ -139,9 +139,9 @@ class _UnknownRoute(SelectiveRoute):
         routes = self._other_routes(request.scope)
         allowed = sorted({method for route in routes for method in getattr(route, "methods", ())})
         if not allowed:
-            message = f"{path} is not implemented by this runtime; there are {', '.join(self._paths())}"
+            message = f"{path} is not implemented by this runtime; the paths are {', '.join(self._paths())}"
             return openai_answer(request, 404, {"error": error_object(404, message, code="unknown_url")})
-        message = f"{path} takes {' and '.join(allowed)}, got {request.method}"
+        message = f"{path} accepts {' and '.join(allowed)}, got {request.method}"
         response = openai_answer(request, 405, {"error": error_object(405, message, code="method_not_supported")})
         response.headers["allow"] = ", ".join(allowed)
         return response

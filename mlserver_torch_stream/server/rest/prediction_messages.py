@@ -99,7 +99,7 @@ def url_encoded(body: bytes) -> list[BodyField]:
 
 def _check_count(before: int) -> None:
     if before >= MAX_FIELDS:
-        raise InvalidInput("body", f"its form has more than {MAX_FIELDS} fields")
+        raise InvalidInput("body", f"the form has more than {MAX_FIELDS} fields")
 
 
 REQUEST_ID = "x-request-id"
@@ -222,7 +222,7 @@ class NoSuchPath(RequestError):
     status = 404
 
     def __init__(self, rest: str, paths: Sequence[str]) -> None:
-        super().__init__(f"Unknown API endpoint: {rest}; there are {', '.join(paths)}")
+        super().__init__(f"Unknown API endpoint: {rest}; the endpoints are {', '.join(paths)}")
 
 
 class WrongMethod(RequestError):

@@ -41,7 +41,7 @@ class RequestProcessor:
 
 
 class Context:
-    """What ``handle`` gets beside its data. ``idx`` is a request's position in the list ``data``.
+    """What ``handle`` gets in addition to its data. ``idx`` is a request's position in the list ``data``.
 
     A handler may set attributes of its own on it.
     """

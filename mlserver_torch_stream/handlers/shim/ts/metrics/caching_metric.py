@@ -33,7 +33,12 @@ class CachingMetric:
 
     def add_or_update(self, value: float, dimension_values: Sequence[str] = (), request_id: str = "") -> None:
         if len(dimension_values) != len(self.dimension_names):
-            logger.error("Metric %s: %r do not match %r", self.metric_name, dimension_values, self.dimension_names)
+            logger.error(
+                "Metric %s: the values %r do not match the dimensions %r",
+                self.metric_name,
+                dimension_values,
+                self.dimension_names,
+            )
         elif self.metric_type is MetricTypes.COUNTER and value < 0:
             logger.error("Metric %s: a counter cannot go down", self.metric_name)
         else:

@@ -6,7 +6,7 @@ class MetricsCacheValueError(Exception):
 
 
 class MetricsCacheTypeError(Exception):
-    """The metric exists with another type."""
+    """Raised if no metrics file is given."""
 
 
 class MetricsCacheKeyError(Exception):
@@ -14,11 +14,11 @@ class MetricsCacheKeyError(Exception):
 
 
 class MetricsCacheIOError(Exception):
-    """Raised if the file of metrics cannot be read."""
+    """Raised if the metrics file cannot be read."""
 
 
 class MetricsCachePyYamlError(Exception):
-    """Raised if the file of metrics is not valid YAML."""
+    """Raised if the metrics file is not valid YAML."""
 
 
 class GeneralMetricsCacheError(Exception):

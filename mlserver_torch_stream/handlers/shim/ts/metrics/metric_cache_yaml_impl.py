@@ -24,7 +24,7 @@ class MetricsCacheYamlImpl:
 
     def _parse_yaml_file(self, config_file_path: str) -> None:
         if not config_file_path:
-            raise errors.MetricsCacheTypeError("no file of metrics is given")
+            raise errors.MetricsCacheTypeError("no metrics file is given")
         import yaml
 
         try:

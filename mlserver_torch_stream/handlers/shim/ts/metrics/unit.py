@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Units:
-    """``units`` maps a unit's short name to its full name."""
+    """The units of metrics. ``units`` maps a unit's short name to its full name."""
 
     def __init__(self) -> None:
         self.units: dict[str | None, str] = {

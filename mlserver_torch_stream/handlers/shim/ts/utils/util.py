@@ -86,7 +86,7 @@ def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
         return {str(index): name for index, name in enumerate(names)}
     labels = {key: label[-1] if isinstance(label, list) else label for key, label in mapping.items()}
     if not all(isinstance(label, str) for label in labels.values()):
-        raise Exception(f"{mapping_file_path}: a label must be a string or a list of them")
+        raise Exception(f"{mapping_file_path}: a label must be a string or a list of strings")
     return labels
 
 
