@@ -56,7 +56,7 @@ def handle(data, context):
         send(["first"], context.request_ids, "ok", 200, context)
         raise ValueError("after the first piece")
     statuses = {"206 at first": (206, 202), "204 at first": (204, 202), "503 at last": (200, 503)}
-    if text in statuses:
+    if text in list(statuses):
         first, last = statuses[text]
         for number, status in enumerate((first, 299)):
             context.set_response_status(status, "Own", 0)
