@@ -75,6 +75,10 @@ struct Tiling {
 constexpr int64_t kBlockWords = 384;  // of a panel, 48 KiB, which stay in the second-level cache with the sums and rows
 constexpr int64_t kBlockRows = 256;   // whose sums take 32 KiB
 
+// How far ahead a single tile prefetches its panel. On a Zen 3, 1.5 KiB instead of 4 KiB make tiles of 1 to 4 rows read
+// bf16 1.1 times as fast, and tiles of 6 rows 0.98 times. Other CPUs of 8 lanes were not measured.
+constexpr int64_t kWordsAhead = 1024, kWordsAheadOfFew = kLanes == 8 ? 384 : 1024;
+
 // The number of inputs in each block of a product: equal parts, multiples of kUnitWords and at most kBlockWords.
 template <class A> int64_t block_inputs(int64_t inputs) {
     constexpr int64_t kUnit = 16 * per_word<A>, kMost = kBlockWords * per_word<A>;
@@ -132,7 +136,8 @@ template <class A, class T> class Product {
         if (tiling.count == 1) {
             done_.fetch(first, rows, p);
             const Word* panel = words_of(p, 0);
-            tile<T>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + 1024, 128});
+            const int64_t ahead = rows > kRowsFromFirst ? kWordsAhead : kWordsAheadOfFew;
+            tile<T>(first, rows, panel, 0, inputs_, scratch_.sums[0], {panel + ahead, 128});
             return done_(first, rows, p, scratch_.sums[0]);
         }
         const int64_t most = block_inputs<A>(inputs_);

@@ -103,7 +103,7 @@ template <class C, int M>
 __attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t stride, const uint8_t* panel,
                                             int64_t blocks, float* out, int64_t ldo) {
     constexpr int kSets = 16 / kLanes;
-    constexpr int64_t kAhead = 4096;
+    constexpr int64_t kAhead = kLanes == 8 ? 2048 : 4096;  // 1.04 times as fast on a Zen 3; other CPUs: not measured
     FloatRegister sums[kSets][M][2] = {};
     for (int64_t b = 0; b < blocks; b++, panel += C::kBlock) {
 #pragma GCC unroll 18
