@@ -15,15 +15,15 @@ _KEY_OF_ERROR = re.compile(r"parameters(?:\.extra)?(?:\.(\w+)|: unknown key '([^
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Returns the file's content. Raises SettingsError."""
+    """Returns the JSON object in a file. Raises SettingsError if the file does not contain one."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise SettingsError(f"{path}: must hold a JSON object, not {json.dumps(value)[:40]}")
+        raise SettingsError(f"{path}: must contain a JSON object, not {json.dumps(value)[:40]}")
     return value
 
 
 def read_json(path: Path) -> Any:
-    """Returns the file's content. Raises SettingsError."""
+    """Returns the JSON value in a file. Raises SettingsError if the file cannot be read or is not JSON."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -31,7 +31,7 @@ def read_json(path: Path) -> Any:
     except UnicodeDecodeError:
         raise SettingsError(f"{path}: is not UTF-8") from None
     if not text.strip():
-        raise SettingsError(f"{path}: is empty; it must hold a JSON object")
+        raise SettingsError(f"{path}: is empty; it must contain a JSON object")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -41,11 +41,11 @@ def read_json(path: Path) -> Any:
 
 
 def refuse_stray_keys(path: Path, known: Collection[str], elsewhere: Mapping[str, str]) -> None:
-    """Refuses a key at the top level that MLServer would ignore, if it belongs elsewhere in the file or is a misspelt
-    known key.
+    """Refuses a key at the top level that MLServer would ignore, if the key belongs elsewhere in the file or is a
+    misspelt known key.
 
-    ``elsewhere`` are keys that are known in other places, with these places. Returns the file's content. Raises
-    SettingsError.
+    ``elsewhere`` maps keys that are known in other places to these places. Raises SettingsError for a refused key, or
+    if the file cannot be read.
     """
     for key in read_settings_file(path):
         if key in known:

@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
         ('{"name": "chat"', "the file ends before its JSON object does"),
         ("", ": is empty"),
         (" \n", ": is empty"),
-        ("[1]", ": must hold a JSON object, not [1]"),
+        ("[1]", ": must contain a JSON object, not [1]"),
         ("\N{LATIN SMALL LETTER E WITH ACUTE}", ": is not UTF-8"),
     ],
 )
