@@ -217,7 +217,7 @@ def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tmp_path: Pat
     built = build(save_tiny("llama", tmp_path), {"step_timeout": 10})
     try:
         (last,) = _strike(built, "VLLM::EngineCore", signal.SIGSTOP, streams=1)
-        assert "has not come back" in str(last[0].error)
+        assert "has not returned" in str(last[0].error)
     finally:
         assert built.give_back()
         built.shutdown()

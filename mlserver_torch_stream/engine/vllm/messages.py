@@ -21,7 +21,7 @@ from mlserver_torch_stream.handlers.frames import BrokenFrame, encode_frame
 PROTOCOL = 1
 MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
 VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can host
-PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
+PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest Python version that the worker runs on
 REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
 _IDS = "I"
 _SEEDS = 2**63
@@ -58,7 +58,10 @@ class Addition:
 
     @classmethod
     def decode(cls, header: Mapping[str, Any], body: bytes) -> Addition:
-        """Raises BrokenFrame, KeyError, TypeError or ValueError if the message is malformed."""
+        """Decodes an ``add`` message.
+
+        Raises BrokenFrame, KeyError, TypeError or ValueError if the message is malformed.
+        """
         ids = array(_IDS)
         ids.frombytes(body)
         return cls(prompt=ids.tolist(), **{name: header[name] for name in _ADDITION})
@@ -136,15 +139,15 @@ def _output(
     number: int, token_ids: list[int], reason: str | None, cached: int | None, logprobs: Any, error: Any, field: Any
 ) -> Output:
     if not all(type(token_id) is int for token_id in token_ids) or type(number) is not int:
-        raise ValueError("ids are integers")
+        raise ValueError("ids must be integers")
     if reason is not None and reason not in REASONS:
         raise ValueError(f"unknown reason {reason!r}")
     if cached is not None and type(cached) is not int:
-        raise ValueError("a count is an integer")
+        raise ValueError("a count must be an integer")
     if logprobs is not None:
         logprobs = [Logprobs(float(own), [(int(at), float(value)) for at, value in top]) for own, top in logprobs]
         if len(logprobs) != len(token_ids):
-            raise ValueError("each token has its log-probability")
+            raise ValueError("each token must have a log-probability")
     return Output(number, token_ids, reason, cached, logprobs, _text(error), _text(field))
 
 
@@ -159,7 +162,7 @@ def _text(value: Any) -> str | None:
 
 def _number(value: Any) -> Any:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return value
 
 
@@ -229,7 +232,7 @@ class StartOrder:
     @classmethod
     def decode(cls, header: Mapping[str, Any]) -> StartOrder:
         if header.get("t") != "start" or header.get("protocol") != PROTOCOL:
-            raise BrokenFrame(f"a server of protocol {header.get('protocol')!r}, not {PROTOCOL}")
+            raise BrokenFrame(f"the server uses protocol {header.get('protocol')!r}, not {PROTOCOL}")
         try:
             adapters = [Adapter(**each) for each in header["adapters"]]
             return cls(dict(header["args"]), int(header["cpu_kv_cache_bytes"]), adapters)

@@ -85,7 +85,10 @@ class VllmBatcher(Batcher):
         self._leaving: list[_Unload] = []  # adapters that streams may still use
 
     def begin(self) -> None:
-        """Starts a worker. Blocks until the worker is ready, for at most an hour. Raises LoadFailed."""
+        """Starts a worker. Blocks until the worker is ready, for at most an hour.
+
+        Raises LoadFailed if the worker is not ready by then or cannot start, or if the engine was shut down.
+        """
         if self._closing.is_set():  # the engine was closed while this thread waited
             raise LoadFailed("the engine was shut down")
         self._process = process = self._start()
@@ -93,7 +96,7 @@ class VllmBatcher(Batcher):
             if self._closing.is_set():
                 process.kill()
             if not wait({process.ready}, _RESTART_S).done:
-                raise LoadFailed(f"vLLM was started again, and was not ready within {_RESTART_S:g} s")
+                raise LoadFailed(f"vLLM was started again, but was not ready within {_RESTART_S:g} s")
             process.ready.result()
         except BaseException:
             process.wait()
@@ -305,7 +308,7 @@ class VllmBatcher(Batcher):
         self.count(**{_COUNTERS.get(name, name): getattr(stats, name) for name in COUNTS})
 
     def _gauge(self) -> None:
-        """Takes a new snapshot.
+        """Takes a new snapshot of the stats.
 
         The worker's numbers describe its newest step, so sequences that have come or gone since then are not
         considered.

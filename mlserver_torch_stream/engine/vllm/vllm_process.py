@@ -275,7 +275,7 @@ class VllmProcess:
         with self._calling:
             answer = self._calls.pop(header.get("call", 0), None)
         if answer is None:
-            raise BrokenFrame("an answer to no call")
+            raise BrokenFrame("an answer to an unknown call")
         if header.get("error") is None:
             answer.set_result(None)
         else:
@@ -324,7 +324,7 @@ def _program(descriptor: int, own: str) -> str:
 
 def _checked_hello(header: Mapping[str, Any]) -> str:
     if header.get("protocol") != PROTOCOL:
-        raise BrokenFrame(f"a worker of protocol {header.get('protocol')!r}, not {PROTOCOL}")
+        raise BrokenFrame(f"the worker uses protocol {header.get('protocol')!r}, not {PROTOCOL}")
     return str(header.get("vllm", ""))
 
 
