@@ -199,7 +199,7 @@ class Mailbox:
 
     def _feed(self, prompt_ids: Sequence[int], whole: bool) -> None:
         if self._on_extend is None:
-            raise ValueError("only a stream of one open request takes more of its prompt")
+            raise ValueError("only a stream with a single open request accepts more prompt ids")
         self._on_extend(self, prompt_ids, whole)
         if whole:
             self._on_extend = None
@@ -229,14 +229,15 @@ def call_on(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None
 
 
 class Engine(Protocol):
-    """A loaded model that generates. Callers use it on the event loop's thread."""
+    """A loaded model that generates tokens. Callers use it on the event loop's thread."""
 
     info: ModelInfo
 
     def submit(self, requests: Sequence[EngineRequest]) -> Mailbox:
         """Queues requests whose events share one stream.
 
-        Raises QueueFull or NotServing. Raises InvalidInput if a prompt can never fit the context or the cache.
+        Raises QueueFull if too many requests wait, NotServing if the engine accepts no requests, and InvalidInput if a
+        prompt can never fit the context or the cache.
         """
 
     def stats(self) -> EngineStats:
@@ -290,5 +291,5 @@ class AdapterSet(Protocol):
     async def unload(self, name: str) -> None:
         """Refuses further requests for an adapter, waits until its streams have ended, and frees its memory.
 
-        Raises UnknownModel.
+        Raises UnknownModel if no adapter of this name is loaded.
         """

@@ -36,7 +36,7 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
 
-# For models that compute each prompt in its own forward: one of few tokens takes about as long as one of 64
+# For models that compute each prompt in its own forward: a forward of few tokens takes about as long as a forward of 64
 # (benchmarks/LOG.md).
 _ROWS_FLOOR = 64
 # On a CPU a packed step of 128 prompt tokens takes a quarter of the time of 512, and hardly more for each token. So in
@@ -66,7 +66,10 @@ def choose_batcher(
     samplers: SamplerFactory,
     owner: object,
 ) -> BatcherChoice:
-    """Chooses the batcher of a loaded model. ``owner`` is passed to ``cache_budget``. Raises LoadFailed."""
+    """Chooses the batcher of a loaded model. ``owner`` is passed to ``cache_budget``.
+
+    Raises LoadFailed if the settings exclude every batcher, or if there is too little memory.
+    """
     resolved = load.resolved
     problem = _why_serial(resolved, prepared, loaded)
     if problem is not None:
@@ -112,7 +115,10 @@ def choose_batcher(
 def _sizes(
     load: ModelLoad, prepared: PreparedModel, spec: CacheSpec, max_model_len: int, owner: object, host: Host
 ) -> tuple[CacheSize, SchedulerLimits, int]:
-    """Returns the cache's size, the scheduler's bounds and the longest sequence in tokens. Raises LoadFailed."""
+    """Returns the cache's size, the scheduler's bounds and the longest sequence in tokens.
+
+    Raises LoadFailed if the cache has no room for a sequence.
+    """
     settings, findings, ranks = load.resolved.settings, prepared.findings, prepared.ranks
     chunk = settings.chunked_prefill_size if findings.chunked else None
     size = cache_budget(
@@ -133,7 +139,10 @@ def _sizes(
 
 
 def _why_serial(resolved: ResolvedSettings, prepared: PreparedModel, loaded: LoadedModel) -> str | None:
-    """Returns why this model must be served one request at a time; None if it is batched. Raises LoadFailed."""
+    """Returns why this model must be served one request at a time; None if it is batched.
+
+    Raises LoadFailed if the settings require that it is batched.
+    """
     problem, steady = prepared.findings.problem, steady_positions(loaded.model)
     if problem is None and steady is not None and loaded.max_model_len > steady:
         problem = f"its positions are rescaled beyond {steady} tokens"
@@ -213,7 +222,7 @@ def _prompt_lookup(settings: EngineSettings, spec: CacheSpec, limits: SchedulerL
     if spec.state_bytes:
         raise LoadFailed(f"{_SPECULATIVE}: this model keeps states, from which rejected drafts cannot be removed")
     if limits.whole_prompts:
-        raise LoadFailed(f"{_SPECULATIVE}: this model takes several tokens of a sequence only at its beginning")
+        raise LoadFailed(f"{_SPECULATIVE}: this model cannot verify drafts, because it computes prompts whole")
     return PromptLookup(settings.speculative.prompt_lookup)
 
 

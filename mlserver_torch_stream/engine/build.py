@@ -20,7 +20,7 @@ from mlserver_torch_stream.work_threads import WorkCancelled
 
 
 class BuiltEngine:
-    """One user's share of a running engine, which other users may share."""
+    """One user's share of a running engine, which other users may use at the same time."""
 
     def __init__(self, lease: Lease[RunningEngine], resources: ProcessResources) -> None:
         self.engine = lease.value.engine

@@ -3,8 +3,8 @@
 Sizes are read from the model's config and files. Memory sizes are what the engine allocates. Speeds are upper bounds
 that no engine reaches.
 
-Speeds are without sparsity. A GB in a data sheet counts as 10^9 bytes; drivers report up to 7 % more (85.5 GB for an
-H100 with 80 GB, 24.15 GB for an L4 or A10 with 24 GB).
+The speeds of devices are without sparsity. A GB in a data sheet counts as 10^9 bytes; drivers report up to 7 % more
+(85.5 GB for an H100 with 80 GB, 24.15 GB for an L4 or A10 with 24 GB).
 
 Checked on 2026-11-22. The numbers of these devices are not from the vendor's own page, or need a remark:
 
@@ -83,7 +83,7 @@ def find_device(name: str) -> DeviceSpec:
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:
         hint = did_you_mean_or_known(name.lower(), KNOWN, str)
-        raise SettingsError(f"--device: {name!r} is not known{hint}; for another give --memory and --bandwidth")
+        raise SettingsError(f"--device: {name!r} is not known{hint}; for another device, give --memory and --bandwidth")
     return device
 
 
@@ -140,7 +140,7 @@ def read_size(
         gguf_file = find_embedded(location) if source.kind == "embedded" else Path(location)
     config = read_config(source.name, location, gguf_file, revision=revision or "main")
     if getattr(config, "quantization_config", None):
-        raise LoadFailed(f"{source.name} is quantised, and a config does not say how large that makes it")
+        raise LoadFailed(f"{source.name} is quantised, and its config does not say how large its weights are")
     text = layer_configs(config.get_text_config(decoder=True))[0]
     kind = getattr(torch, dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.bfloat16
     transformers_logging.disable_progress_bar()
@@ -154,7 +154,7 @@ def read_size(
     total = _first_count(text, "num_local_experts", "num_experts", "n_routed_experts")
     per_token = _first_count(text, "num_experts_per_tok", "top_k_experts")
     if experts and not (total and per_token):
-        raise LoadFailed(f"models of type {config.model_type} do not say how many experts a token takes")
+        raise LoadFailed(f"the config of model type {config.model_type} does not say how many experts a token uses")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     return ModelSize(
@@ -204,7 +204,7 @@ class _ShapesOnly(GatheredAttention):
 
 def _hidden(model: PreTrainedModel, error: Exception) -> LoadFailed:
     what = " ".join(str(error).split())[:200]
-    return LoadFailed(f"the cache of models of type {model.config.model_type} shows with weights only: {what}")
+    return LoadFailed(f"the cache of model type {model.config.model_type} cannot be sized without weights: {what}")
 
 
 def _ranks(config: Any) -> tuple[int, ...]:
@@ -230,7 +230,10 @@ _CHUNK = EngineSettings.model_fields["chunked_prefill_size"].default  # new toke
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """A model on ``ranks`` devices. Speeds are in tokens per second; None if the device's speed is not known."""
+    """The memory and speeds of a model on ``ranks`` devices.
+
+    Speeds are in tokens per second; None if the device's speed is not known.
+    """
 
     ranks: int
     weights: int  # bytes on each device

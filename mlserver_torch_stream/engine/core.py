@@ -47,7 +47,7 @@ class Inbox:
         self._closed = False
 
     def post(self, action: Callable[[], None]) -> bool:
-        """Returns False if the inbox is closed, so that the action will not run."""
+        """Queues an action for the engine's thread. Returns False if the inbox is closed, so that it will not run."""
         with self._close_lock:
             if self._closed:
                 return False
@@ -157,7 +157,7 @@ class EngineCore:
         opens = any(request.open for request in requests)
         self._admission.check_queue(requests, self._batcher.stats, self._open_prompts if opens else 0)
         if opens and len(requests) != 1:
-            raise ValueError("an open prompt is the only request of its stream")
+            raise ValueError("an open prompt must be the only request of its stream")
         sequences, loop = sum(request.sampling.n for request in requests), asyncio.get_running_loop()
         mailbox = Mailbox(loop, sequences, self._closed)
         accepted = [
@@ -444,7 +444,7 @@ class EngineCore:
         self._batcher.progress.rest()
         if self._fair_lock is not None:
             self._fair_lock.yield_turn()
-        self._batcher.progress.at("the next token of an answer alone")
+        self._batcher.progress.at("the next token of an answer by generate")
 
     def _deliver(self, sequences: Sequence[SequenceState]) -> None:
         """Posts the new events of the sequences and forgets the streams that have ended."""

@@ -62,15 +62,15 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 class Unsuitable(Exception):
-    """A model, a file or a machine does not meet a requirement; the message names the requirement in one line."""
+    """Raised if a model, a file or a machine does not meet a requirement, which the message names in one line."""
 
 
 class UnsupportedLayout(Unsuitable):
-    """The model is not a decoder of the Llama layout, the only layout that our own kernels support."""
+    """Raised if the model is not a decoder of the Llama layout, the only layout that our own kernels support."""
 
 
 class NotPacked(Unsuitable):
-    """Weights of a file cannot be kept packed here; the message says why in one line."""
+    """Raised if the weights of a file cannot be kept packed here; the message says why in one line."""
 
 
 def in_a_line(error: Exception) -> str:

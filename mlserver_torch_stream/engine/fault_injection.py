@@ -71,11 +71,11 @@ class FaultyForward:
         kinds = {fault.kind for fault in now}
         time.sleep(max((f.seconds for f in due if f.kind == "slow" and f.call <= self._calls[f.phase]), default=0))
         if "raise" in kinds:
-            raise RuntimeError("a fault was asked for")
+            raise RuntimeError("an injected fault")
         if "oom" in kinds:
-            raise torch.OutOfMemoryError("a fault was asked for: out of memory")
+            raise torch.OutOfMemoryError("an injected fault: out of memory")
         if "death" in kinds:
-            raise SystemExit("a fault was asked for: the engine's death")
+            raise SystemExit("an injected fault: the engine's death")
         logits = self._forward(batch, cache)
         for fault in now:
             if fault.kind == "nan":

@@ -82,7 +82,7 @@ def file_stamps(resolved: ResolvedSettings, folder: Path | None = None) -> Hasha
 def weights_folder(resolved: ResolvedSettings, location: str) -> Path:
     """Returns the folder of a model's files: ``location`` itself, or, for a hub id, a folder in the hub's cache.
 
-    Raises LoadFailed.
+    Raises LoadFailed if the hub cannot be reached.
     """
     if resolved.source.kind != "hub":
         return Path(location)
@@ -121,7 +121,7 @@ _SAMPLE_BYTES = 4096
 
 
 def checksum(path: Path) -> str:
-    """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError.
+    """Returns a checksum of the file's size and of evenly spaced samples. Raises OSError if it cannot be read.
 
     For a file of up to 1 MiB the samples cover all bytes. It would take a minute to read every byte of 40 GB. Samples
     detect truncated files, files that end in zeros after a power cut, and fine-tuned weights, which differ everywhere.

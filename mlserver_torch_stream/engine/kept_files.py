@@ -62,7 +62,7 @@ def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
 def foreign(path: Path) -> str | None:
     """Returns why other users may have written a file; None if only this user or root can have written it.
 
-    Raises OSError.
+    Raises OSError if the file or its folder cannot be examined.
     """
     status, folder = path.lstat(), path.parent.stat()
     if not stat.S_ISREG(status.st_mode):

@@ -122,12 +122,12 @@ class PreparedModel:
 
 
 def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
-    """Loads, checks and prepares the weights in these files. Raises LoadFailed."""
+    """Loads, checks and prepares the weights in these files. Raises LoadFailed if any of this fails."""
     resolved, settings = load.resolved, load.resolved.settings
     if settings.tensor_parallel_size > 1:
         return _prepare_ranks(files, load)
     if launched(os.environ):
-        waiting = f"{os.environ['WORLD_SIZE']} ranks were started, and only a model that sets it is split over them"
+        waiting = f"the model is not split over the {os.environ['WORLD_SIZE']} ranks that were started"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
     recording = _recording(files, load)
     with torch.inference_mode():
@@ -149,7 +149,10 @@ class _Recording:
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
-    """Returns None if the load cannot be recorded, because our kernels do not run the model or it has its own code."""
+    """Returns the key and files for the record of a load.
+
+    Returns None if the load cannot be recorded, because our kernels do not run the model or it has its own code.
+    """
     settings = load.resolved.settings
     if not settings.fits_cpu_kernels or settings.trust_remote_code or settings.allow_pickle or files.gguf_file:
         return None

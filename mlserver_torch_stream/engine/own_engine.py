@@ -41,9 +41,9 @@ T = TypeVar("T")
 def run_own(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the engine runs.
+    """Loads a model and starts its engine. Blocks until the engine runs.
 
-    ``threads`` is the number of threads for torch and our kernels. Raises LoadFailed.
+    ``threads`` is the number of threads for torch and our kernels. Raises LoadFailed if the model cannot be loaded.
     """
     torch.set_num_threads(threads)
     load = ModelLoad(resolved, threads, resources)

@@ -89,7 +89,7 @@ def load_shard(resolved: ResolvedSettings, group: RankGroup) -> Shard:
             if findings.problem is not None:
                 raise LoadFailed(f"{KEY}: this model cannot be batched: {findings.problem}")
         if not group.agrees(f"{findings.way}, {findings.chunked}, {findings.page_size}"):
-            raise LoadFailed(f"{KEY}: the checks of the ranks differ")
+            raise LoadFailed(f"{KEY}: the checks at load have different results on the ranks")
         forward = _choose_forward(expected, findings, resolved, group, room)
         del expected  # its logits and caches take memory
     left = group.smallest(_room(input_device(weights.model), group.size))
@@ -124,7 +124,7 @@ def _has_kernels(findings: SelfCheckResult, cache_dir: Path) -> bool:
     try:
         open_kernels(cache_dir, open_library)
     except NoKernels as error:
-        logger.warning("the attention kernels are not used, torch computes attention: %s", error)
+        logger.warning("torch computes attention, because the attention kernels are not used: %s", error)
         return False
     return True
 
@@ -153,7 +153,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
     settings = resolved.settings
     check_settings(settings)
     if files.gguf_file is not None:
-        raise LoadFailed(f"{KEY}: needs the converted {files.gguf_file.name}: set a writable cache_dir")
+        raise LoadFailed(f"{KEY}: needs a converted copy of {files.gguf_file.name}: set cache_dir to a writable folder")
     revision, trust = settings.revision or "main", settings.trust_remote_code
     config = read_config(resolved.source.name, files.location, revision=revision, trust_remote_code=trust)
     check_model(config, settings.tensor_parallel_size)

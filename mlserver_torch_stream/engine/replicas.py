@@ -29,11 +29,13 @@ def on_devices_of_their_own(settings: EngineSettings) -> list[EngineSettings]:
     """
     for key, needed in _NEEDS.items():
         if (value := getattr(settings, key)) != needed:
-            raise LoadFailed(f"{_KEY}: {settings.replicas} do not go with {key}: {value!r}")
+            raise LoadFailed(f"{_KEY}: {settings.replicas} cannot be combined with {key}: {value!r}")
     if not torch.cuda.is_available():
         return [settings] * settings.replicas
     if settings.replicas > torch.cuda.device_count():
-        raise LoadFailed(f"{_KEY}: {settings.replicas} GPUs are wanted and {torch.cuda.device_count()} are here")
+        raise LoadFailed(
+            f"{_KEY}: {settings.replicas} GPUs are needed, but this machine has {torch.cuda.device_count()}"
+        )
     return [settings.model_copy(update={"device_map": number}) for number in range(settings.replicas)]
 
 

@@ -1,4 +1,4 @@
-"""Logs the stages of a load: when a stage starts, at intervals that it still runs, and how long it took."""
+"""Logs the stages of a load: that a stage starts, at intervals that it still runs, and at the end how long it took."""
 
 from __future__ import annotations
 

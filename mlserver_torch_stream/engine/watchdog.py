@@ -281,7 +281,7 @@ class WatchdogState:
 
 def out_of_time(request: RequestState, waited: bool, now: float) -> EndRequest:
     """Returns the order to end a request that is out of time. ``waited`` means that its time ran out in the queue."""
-    what = "waited too long in the queue" if waited else "took too long"
+    what = "exceeded its timeout in the queue" if waited else "exceeded its timeout"
     return EndRequest((request,), FinishReason.TIMEOUT, TimedOut(f"the request {what}"), now)
 
 
@@ -305,7 +305,7 @@ def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
 
 def not_back(work: Work, now: float) -> str:
     """Returns a sentence for logs and errors that says what has not returned, and for how many seconds."""
-    return f"{work.what} has not come back for {now - work.since:.0f} s"
+    return f"{work.what} has not returned for {now - work.since:.0f} s"
 
 
 class Watched(Protocol):

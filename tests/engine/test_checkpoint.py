@@ -61,22 +61,22 @@ def replace(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (as_float8, r"proj\.weight is stored as F8_E4M3, and config\.json names no quantization_config"),
+        (as_float8, r"proj\.weight is stored as F8_E4M3, but config\.json has no quantization_config"),
         (
             replace(f"{_Q}.weight", lambda weight: (weight * 100).to(torch.int8)),
-            rf"{_Q}\.weight is stored as I8, and config\.json names no quantization_config",
+            rf"{_Q}\.weight is stored as I8, but config\.json has no quantization_config",
         ),
         (
             lambda weights: weights.update({f"{_Q}.bias": torch.zeros(64)}),
-            rf"holds {_Q}\.bias, which the model does not take",
+            rf"holds {_Q}\.bias, which the model does not use",
         ),
         (
             lambda weights: weights.update({f"{_Q}.weight_scale_inv": torch.ones(1)}),
-            rf"holds {_Q}\.weight_scale_inv, which the model does not take",
+            rf"holds {_Q}\.weight_scale_inv, which the model does not use",
         ),
         (
             lambda weights: weights.update({f"{_Q}.qzeros": torch.ones(4, dtype=torch.int32)}),
-            rf"holds {_Q}\.qzeros, which the model does not take",
+            rf"holds {_Q}\.qzeros, which the model does not use",
         ),
         (replace(f"{_Q}.weight", lambda weight: weight * torch.nan), rf"{_Q}\.weight holds infinite values or NaN"),
         (
@@ -122,7 +122,7 @@ def test_other_weights_that_the_model_does_not_take_are_named_in_one_warning(
         assert load(folder).config.num_hidden_layers == 1
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("mlserver_torch_stream")]
     assert lines == [
-        "The checkpoint holds weights that the model does not take: model.layers.0.self_attn.bias, "
+        "The checkpoint holds weights that the model does not use: model.layers.0.self_attn.bias, "
         "model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight and 7 more"
     ]
 
@@ -174,10 +174,10 @@ def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(folder: Pat
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("[1]", "must hold a JSON object"),
+        ("[1]", "must contain a JSON object"),
         ("{}", "weight_map must name the file of each weight"),
         ('{"weight_map": {"a": 1}}', "weight_map must name the file of each weight"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "weight_map names 'gone.safetensors', which is absent"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "weight_map names 'gone.safetensors', which does not exist"),
         (f'{{"weight_map": {_NESTED}}}', "is nested too deeply"),
     ],
 )

@@ -122,7 +122,7 @@ def test_n_rows_that_the_cache_never_holds_are_refused(model: PreTrainedModel) -
             lambda: engine.submit([EngineRequest(prompt_of(100), greedy(100, n=4))]),
             lambda: opened.extend(prompt_of(90)),
         ):
-            with pytest.raises(InvalidInput, match="never fit") as caught:
+            with pytest.raises(InvalidInput, match="can never run") as caught:
                 refused()
             assert caught.value.field == "n"
         opened.close()

@@ -31,9 +31,9 @@ Change = Callable[[gguf.GGUFWriter], None]
 # Longer than windows, and than the lengths before scaling.
 PROMPT = [(7 * position) % 250 + 2 for position in range(40)]
 WITHOUT_KERNELS = {
-    "mixtral": "our kernels do not have the experts",
-    "qwen2 with experts": "our kernels do not have the experts",
-    "qwen3 with experts": "our kernels do not have the experts",
+    "mixtral": "our kernels do not support mixtures of experts",
+    "qwen2 with experts": "our kernels do not support mixtures of experts",
+    "qwen3 with experts": "our kernels do not support mixtures of experts",
 }
 
 
@@ -126,14 +126,14 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "biases of experts": ("mixtral", with_tensor("blk.0.attn_q.bias", 64), "tensor blk.0.attn_q.bias"),
     "more layers": ("llama", with_tensor("blk.2.attn_q.weight", 64, 64), "block_count is 2, .* 3 blocks"),
     "too many layers": ("llama", with_key("llama.block_count", 10**9), "block_count is 1000000000, .* 2 blocks"),
-    "old experts": ("mixtral", with_tensor("blk.0.ffn_gate.0.weight", 96, 64), "old layout of experts"),
+    "old experts": ("mixtral", with_tensor("blk.0.ffn_gate.0.weight", 96, 64), "belongs to an old layout"),
     "another shape": ("llama", with_key("llama.feed_forward_length", 128), r"shape \[96, 64\], .* needs \[128, 64\]"),
     "an unknown key": ("llama", with_key("llama.logit_scale", 0.5), "llama.logit_scale is 0.5"),
-    "a key of another type": ("llama", with_key("llama.block_count", "two"), "llama.block_count is two in place of"),
+    "a key of another type": ("llama", with_key("llama.block_count", "two"), "block_count is two, but must be"),
     "layers that differ": (
         "llama",
         with_key("llama.feed_forward_length", [96, 64]),
-        r"llama.feed_forward_length is \[96, 64\] in place of one int",
+        r"llama.feed_forward_length is \[96, 64\], but must be a single int",
     ),
     "an embedding model": ("qwen3", with_key("qwen3.pooling_type", 3), "qwen3.pooling_type is 3"),
     "attention to later tokens": ("llama", with_key("llama.attention.causal", False), "attention.causal is False"),
@@ -154,9 +154,9 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "scaling beside factors": (
         "llama, linear",
         with_tensor("rope_freqs.weight", 8),
-        "scaling.type is linear beside tensors of rope factors",
+        "scaling.type is linear, which cannot be combined with tensors of rope factors",
     ),
-    "factors of another size": ("llama", with_tensor("rope_freqs.weight", 4), "rope_freqs.weight holds 4 factors"),
+    "factors of another size": ("llama", with_tensor("rope_freqs.weight", 4), "rope_freqs.weight has 4 factors"),
     "factors of short sequences alone": (
         "phi3, long",
         without("rope_factors_long.weight"),
@@ -172,12 +172,12 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         with_key("llama.rope.scaling.original_context_length", 0),
         "original_context_length is 0",
     ),
-    "no experts used": ("mixtral", with_key("llama.expert_used_count", 0), "expert_used_count is 0 of 4 experts"),
+    "no experts used": ("mixtral", with_key("llama.expert_used_count", 0), "used_count is 0, but must be from 1 to 4"),
     "too many experts used": ("qwen3 with experts", with_key("qwen3moe.expert_used_count", 9), "is 9 of 4 experts"),
     "an end that is no token": (
         "llama",
         with_key("tokenizer.ggml.eos_token_id", 2**30),
-        "tokenizer.ggml.eos_token_id is 1073741824, and the file has",
+        "tokenizer.ggml.eos_token_id is 1073741824, which is not one of",
     ),
     "a padding that is no token": ("llama", with_key("tokenizer.ggml.padding_token_id", -1), "padding_token_id is -1"),
     "an adapter": ("llama", with_key("general.type", "adapter"), "general.type is 'adapter'"),
@@ -267,8 +267,8 @@ QWEN35: dict[str, int | float | str | list[int] | list[bool]] = {
     ("key", "value", "said"),
     [
         ("rope.scaling.type", "yarn", "qwen35.rope.scaling.type is yarn, which is not supported here"),
-        ("attention.recurrent_layers", [False, True], "recurrent_layers is not what full_attention_interval 2 says"),
-        ("attention.value_length", 8, "attention.value_length is 8 beside keys of 16"),
+        ("attention.recurrent_layers", [False, True], "recurrent_layers does not match full_attention_interval"),
+        ("attention.value_length", 8, "value_length is 8, but must equal the length of the keys, which is 16"),
         ("vocab_size", 261, ""),
     ],
 )

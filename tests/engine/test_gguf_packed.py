@@ -113,7 +113,7 @@ def test_a_file_is_dequantised_unless_it_is_to_stay_packed(tiny_file: Path, kern
 def test_settings_under_which_our_kernels_do_not_run_fail_the_load(tiny_file: Path, kernel_cache: Path) -> None:
     with pytest.raises(SettingsError, match="packed needs our own kernels in bfloat16, not dtype: 'float32'"):
         summary(tiny_file, kernel_cache, dtype="float32")
-    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* other settings leave no room"):
+    with pytest.raises(LoadFailed, match=r"extra\.weights: packed .* which other settings or a GPU exclude"):
         summary(tiny_file, kernel_cache, attn_implementation="eager")
 
 

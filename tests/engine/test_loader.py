@@ -156,7 +156,7 @@ def restored_threads() -> Iterator[None]:
     [
         ({"device_map": "parrot"}, r"device_map 'parrot'"),
         ({"device_map": {"model": "cpu", "lm_heat": "cpu"}}, r"no module 'lm_heat'; did you mean 'lm_head'\?"),
-        ({"device_map": {"": "cpu", "gone": "cpu"}}, r"no module 'gone'; it begins with model, lm_head"),
+        ({"device_map": {"": "cpu", "gone": "cpu"}}, r"no module 'gone'; its top-level modules are model, lm_head"),
         ({"device_map": {"": "cpu", "model.layers.9": "cpu"}}, r"no module 'model\.layers\.9'; did you mean 'model"),
         ({"device_map": {"": "xla:7"}}, r"device_map \{'': 'xla:7'\}"),
         ({"attn_implementation": "parrot"}, r"parrot"),

@@ -147,7 +147,7 @@ def test_a_wrong_scale_is_found_as_the_weights_are_packed(
         pack_groups(Groups(groups.format, groups.codes, scales, groups.minima), to)
 
     monkeypatch.setattr(weights, "pack_groups", wrong)
-    with pytest.raises(UnsupportedLayout, match="read other weights"):
+    with pytest.raises(UnsupportedLayout, match="read weights that differ"):
         products(kernels, GroupedMatrix([torch.randn(40, 512)], INT8), torch.eye(512))
 
 
@@ -156,7 +156,7 @@ def test_blocks_that_are_read_as_another_format_are_found_as_they_are_packed(
 ) -> None:
     rows = PackedRows("Q4_1", random_blocks("Q4_1", 40).data & 0xBF)  # any two bytes are a finite float16
     monkeypatch.setattr(PackedRows, "number", BLOCK_FORMATS["Q4_0"].number)
-    with pytest.raises(UnsupportedLayout, match="read other weights"):
+    with pytest.raises(UnsupportedLayout, match="read weights that differ"):
         products(kernels, GroupedMatrix([rows], INT8), torch.eye(512))
 
 
@@ -202,7 +202,7 @@ def test_dense_rows_lie_word_by_word_in_panels(
 
 def test_dense_parts_with_different_inputs_are_refused(kernels: ctypes.CDLL) -> None:
     matrix = DenseMatrix([torch.zeros(32, 8), torch.zeros(32, 6)], torch.float32, False)
-    with pytest.raises(UnsupportedLayout, match="different inputs"):
+    with pytest.raises(UnsupportedLayout, match="different numbers of inputs"):
         matrix.pack(torch.zeros(matrix.bytes, dtype=torch.uint8), Packer(kernels))
 
 

@@ -115,7 +115,7 @@ def test_a_model_that_the_kernels_do_not_know_fails_to_load(family: str, folder:
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda model: model.float(), "float32, set dtype to bfloat16"),
+        (lambda model: model.float(), "float32; set dtype to bfloat16"),
         (lambda model: model.half(), "float16"),
         (lambda model: model.lm_head.weight.data[3, 4].fill_(float("nan")), "not finite"),
     ],

@@ -440,7 +440,7 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
         before_each_forward(engine, hang)
         stream = engine.submit([EngineRequest(prompt_of(5), greedy(9))])
         await until(lambda: "the prefill of 5 tokens" in str(engine.trouble), "trouble")
-        assert "has not come back" in str(engine.trouble)
+        assert "has not returned" in str(engine.trouble)
         assert [event.finish_reason async for event in stream] == [FinishReason.ERROR]
         assert not engine.alive
         for each in beside:

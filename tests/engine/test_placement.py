@@ -63,7 +63,7 @@ def test_what_is_moved_at_every_step_is_measured_and_said(tiny_model: Path, tmp_
     assert seconds > 0
     said = describe_moves(read_placement(model), 0.5)
     assert said.startswith("144.5 KiB of weights are moved from disk to cpu at every step")
-    assert "a step of one token takes 0.5 s (289.0 KiB/s), so an answer comes at 2 tokens/s at most" in said
+    assert "a step of one token takes 0.5 s (289.0 KiB/s), so an answer gets at most 2 tokens/s" in said
 
 
 def test_max_memory_is_honoured(tiny_model: Path, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_caches_part_of_each_device_is_said(tiny_model: Path, tmp_path: Path
     said = describe_placement(placement, specs, size)
     assert said.endswith("KV cache on cpu: 1.0 MiB, 512 bytes a token")
     refusal = no_room(placement, specs, 700, {torch.device("cpu"): 2048})
-    assert "700 bytes of KV cache hold no sequence" in refusal
+    assert "a KV cache of 700 bytes is too small for one sequence" in refusal
     assert "on cpu the first page of a sequence takes 8.0 KiB and 2.0 KiB are free" in refusal  # 16 tokens
     assert "disk: layers 1 (144.5 KiB)" in refusal
 
@@ -136,14 +136,14 @@ def test_the_load_says_what_lies_where_and_how_slow_it_is(
 
 def test_a_model_without_room_for_its_cache_is_refused_with_the_numbers(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        LoadFailed, match=r"extra\.kv_cache_memory: 7\.0 KiB of .* hold no sequence .* on cpu .* 8\.0 KiB"
+        LoadFailed, match=r"extra\.kv_cache_memory: a KV cache of 7\.0 KiB is too small .* on cpu .* 8\.0 KiB"
     ):
         built(tiny_model, ProcessResources(), kv_cache_memory="7KiB")
     with pytest.raises(LoadFailed, match=r"extra\.prefix_cache_memory: \d+ bytes are more than the KV cache's"):
         built(tiny_model, ProcessResources(), kv_cache_memory=2**20, prefix_cache_memory=2**21)
     others = ProcessResources()
     others.promise("another model", 2**60, 0)  # all that there is
-    with pytest.raises(LoadFailed, match=r"extra\.device_map: what is free holds .* 8\.0 KiB and .* disk: layers 1"):
+    with pytest.raises(LoadFailed, match=r"device_map: the free memory is too small .* 8\.0 KiB and .* disk: layers 1"):
         built(tiny_model, others, device_map=SPLIT, offload_folder=str(tmp_path))
 
 

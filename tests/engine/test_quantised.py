@@ -89,8 +89,8 @@ def test_four_bits_of_bitsandbytes_give_the_quantised_models_tokens(tiny_model: 
         assert run(together(engine)) == expected
         assert "quantised by bitsandbytes" in engine.summary
     for asked, says in (
-        ({"load_in_8bit": True}, r"config\.load_in_8bit: True is too late, the checkpoint is quantised with False"),
-        ({**NF4, "bnb_4bit_quant_type": "fp4"}, r"config\.bnb_4bit_quant_type: 'fp4' is too late, .* with 'nf4'"),
+        ({"load_in_8bit": True}, r"config\.load_in_8bit: True cannot be applied, .* already quantised with False"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, r"config\.bnb_4bit_quant_type: 'fp4' cannot be applied, .* with 'nf4'"),
     ):
         with pytest.raises(LoadFailed, match=says), built(tmp_path / "packed", asked):
             pass
@@ -156,14 +156,14 @@ def test_eight_bits_depend_on_company_where_that_has_outliers(tiny_model: Path) 
         ({}, r"quantization_config: quant_method is missing; known are .*torchao"),
         ({"quant_method": "bitsandbytes"}, r"needs load_in_4bit or load_in_8bit"),
         ({"quant_method": "bitsandbytes_8bit"}, r"needs load_in_4bit or load_in_8bit"),
-        ({"quant_method": "gptq", "load_in_4bit": True}, r"quant_method: 'gptq' does not go with load_in_4bit"),
+        ({"quant_method": "gptq", "load_in_4bit": True}, r"quant_method: 'gptq' cannot be combined with load_in_4bit"),
         ({"quant_method": ["gptq"]}, r"quant_method: unknown \['gptq'\]"),
         ({"load_in_4bit": True, "bnb_4bit_type": "nf4"}, r"unknown key 'bnb_4bit_type' .* mean 'bnb_4bit_quant_type'"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "float7"}, r"bitsandbytes_4bit: .*float7"),
         ({"load_in_4bit": "yes"}, r"bitsandbytes_4bit: load_in_4bit must be a boolean"),
         ({"quant_method": "gptq", "bits": 4}, r"requires optimum"),
         ({"quant_method": "awq"}, r"QuantizationMethod\.AWQ does require the model to be pre-quantized"),
-        ({"quant_method": "gguf"}, r"quant_method: 'gguf' is for \.gguf files"),
+        ({"quant_method": "gguf"}, r"quant_method: 'gguf' is only for \.gguf files"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(tiny_model: Path, config: dict[str, Any], says: str) -> None:
@@ -242,9 +242,9 @@ def test_a_method_is_tried_where_the_weights_will_be(
 def test_gguf_is_kept_packed_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf")
     packed = {"quant_method": "gguf"}
-    with pytest.raises(LoadFailed, match=r"only by a GPU's kernels, .*kernels is not installed"), built(file, packed):
+    with pytest.raises(LoadFailed, match=r"only with GPU kernels, which need the package kernels"), built(file, packed):
         pass
-    with pytest.raises(LoadFailed, match=r"gguf takes no other keys"), built(file, {**packed, "dequantize": True}):
+    with pytest.raises(LoadFailed, match=r"gguf has no other keys"), built(file, {**packed, "dequantize": True}):
         pass
     # As where the package is installed and has no kernel for this machine: transformers says so in a warning only.
     monkeypatch.setattr(quantised, "is_kernels_available", lambda: True)

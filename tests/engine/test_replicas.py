@@ -255,7 +255,7 @@ def test_replicas_share_what_is_free_for_the_cache(tiny_model: Path) -> None:
     ("key", "value"), [("device_map", "auto"), ("max_memory", {"cpu": "1GiB"}), ("tensor_parallel_size", 2)]
 )
 def test_settings_that_place_layers_do_not_go_with_replicas(tiny_model: Path, key: str, value: Any) -> None:
-    with pytest.raises(LoadFailed, match=f"replicas: 2 do not go with {key}"):
+    with pytest.raises(LoadFailed, match=f"replicas: 2 cannot be combined with {key}"):
         build(tiny_model, replicas=2, **{key: value})
 
 
@@ -267,5 +267,5 @@ def test_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, tiny
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [each.device_map for each in on_devices_of_their_own(settings)] == [0, 1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(LoadFailed, match="2 GPUs are wanted and 1 are here"):
+    with pytest.raises(LoadFailed, match="2 GPUs are needed, but this machine has 1"):
         on_devices_of_their_own(settings)

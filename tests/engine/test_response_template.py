@@ -348,7 +348,7 @@ def test_calls_without_a_grammar_are_forced_as_hermes_writes_them(tmp_path: Path
     assert forced.constraint is not None and _parse(forced.parser(), [written])[2] == [("look", "{}")]
     with pytest.raises(InvalidInput, match="strict"):
         found.answer(_asked(ToolChoice(strict=frozenset({"look"}))), "")
-    with pytest.raises(InvalidInput, match="beside tools") as refused:
+    with pytest.raises(InvalidInput, match="if the request has tools") as refused:
         found.answer(_asked(), "", Constraint(ConstraintKind.JSON_OBJECT, "", "response_format"))
     assert refused.value.field == "response_format"
 

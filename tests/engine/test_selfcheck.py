@@ -116,7 +116,7 @@ def test_logits_that_depend_on_the_longest_sequence_of_a_batch_are_found_out(dty
     with torch.inference_mode():
         findings = check_batching(tiny("inkling_text", **changes).to(dtype))
         assert findings.problem is not None
-        assert findings.problem.endswith("standard deviations beside a sequence of another length")
+        assert findings.problem.endswith("standard deviations with the length of another sequence")
         assert (
             check_batching(tiny("inkling_text", **{**changes, "log_scaling_n_floor": 4096}).to(dtype)).problem is None
         )

@@ -246,7 +246,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadFailed, match="tensor_parallel_size: this checkpoint is quantised"):
         build(tmp_path, tensor_parallel_size=2)
-    with pytest.raises(LoadFailed, match="is quantised, and a config does not say"):
+    with pytest.raises(LoadFailed, match="is quantised, and its config does not say"):
         read_size(ModelSource("folder", str(tmp_path)))
 
 
@@ -269,5 +269,5 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, tiny_model: Path) -> 
 )
 def test_settings_that_do_not_go_with_ranks_are_named(tiny_model: Path, key: str, value: Any) -> None:
     extra = {key: value, "fast_path": "auto"}
-    with pytest.raises(LoadFailed, match=f"tensor_parallel_size: 2 does not go with {key}"):
+    with pytest.raises(LoadFailed, match=f"tensor_parallel_size: 2 cannot be combined with {key}"):
         build(tiny_model, tensor_parallel_size=2, **extra)

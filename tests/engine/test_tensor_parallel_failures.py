@@ -133,7 +133,7 @@ def test_a_cache_lives_on_the_other_ranks_as_long_as_on_rank_0() -> None:
 def test_a_pulse_that_comes_after_the_end_says_so() -> None:
     leader = Leader(RankGroup(torch.distributed.HashStore(), 0, 1), RankProcesses(1, 0))
     leader.stop()
-    with pytest.raises(RanksLost, match="let go"), leader.sending(Operation.PULSE):
+    with pytest.raises(RanksLost, match="the other ranks were stopped"), leader.sending(Operation.PULSE):
         pass
 
 

@@ -79,14 +79,14 @@ def test_ranks_that_no_model_is_split_over_end_at_once_and_say_what_is_missing(t
     ranks = start(Model("alone", str(tiny_model)))
     assert [rank.end() for rank in ranks] == [1, 1]
     for rank in ranks:
-        assert "tensor_parallel_size: 2 ranks were started and no model is split, of 'alone': set it to 2" in rank.said
+        assert "size: 2 ranks were started, but no model ('alone') is split over them: set it to 2" in rank.said
 
 
 @pytest.mark.slow
 def test_torchrun_ends_its_ranks_where_another_number_of_them_is_wanted(tiny_model: Path, start: Start) -> None:
     (launcher,) = start(Model("split", str(tiny_model), extra={"tensor_parallel_size": 3}), torchrun=True)
     assert launcher.end() == 1
-    assert "tensor_parallel_size: 3 ranks are wanted by model 'split' and 2 were started" in launcher.said
+    assert "tensor_parallel_size: model 'split' needs 3 ranks, but 2 were started" in launcher.said
 
 
 @pytest.mark.slow
@@ -115,8 +115,8 @@ def test_a_signal_to_ranks_that_wait_for_a_model_ends_them_in_order(start: Start
 @pytest.mark.parametrize(
     ("sizes", "started", "message"),
     [
-        ({"a": 1, "b": 1}, 2, r"size: 2 ranks were started and no model is split, of 'a', 'b': set it to 2"),
-        ({"a": 1, "b": 4}, 2, r"size: 4 ranks are wanted by model 'b' and 2 were started"),
+        ({"a": 1, "b": 1}, 2, r"size: 2 ranks were started, but no model \('a', 'b'\) is split over them: set it to 2"),
+        ({"a": 1, "b": 4}, 2, r"size: model 'b' needs 4 ranks, but 2 were started"),
         ({"a": 1, "b": 2}, 2, None),
         ({}, 2, None),
     ],

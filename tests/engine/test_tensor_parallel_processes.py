@@ -85,7 +85,7 @@ def test_a_rank_that_ends_before_it_has_come_fails_the_load_at_once() -> None:
 
 def test_a_launcher_that_started_another_number_of_ranks_is_told() -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.raises(LoadFailed, match="2 ranks are wanted and 3 were started"):
+    with pytest.raises(LoadFailed, match="2 ranks are needed, but 3 were started"):
         rendezvous.form(2, environ)
 
 

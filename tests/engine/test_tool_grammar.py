@@ -160,7 +160,7 @@ def test_an_answer_is_json_or_a_call_where_both_were_asked_for(kind: str) -> Non
     assert not _takes(either, True, "Hello")
     forced = _constraint(kind, True, ToolChoice(required=True), schema)
     assert not _takes(forced, True, "[1, 2]")
-    with pytest.raises(InvalidInput, match="beside tools"):
+    with pytest.raises(InvalidInput, match="if the request has tools"):
         _constraint(kind, True, ToolChoice(), Constraint(ConstraintKind.REGEX, "a", "f"))
 
 

@@ -111,11 +111,11 @@ def test_torchs_varlen_attention_is_the_one_that_is_recorded_here() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"softcap": 5.0}, "no softcap, sinks or chunks"),
-        ({"chunk": 6}, "no softcap, sinks or chunks"),
+        ({"softcap": 5.0}, "not support softcaps, sinks or chunks"),
+        ({"chunk": 6}, "not support softcaps, sinks or chunks"),
         ({"page_size": 16}, "pages of a multiple of 256"),
-        ({"dtype": torch.float32}, "does not take torch.float32"),
-        ({"value_dim": 128}, "of one size"),
+        ({"dtype": torch.float32}, "does not support torch.float32"),
+        ({"value_dim": 128}, "of the same size"),
         ({"function": None}, "no varlen attention with block tables"),
     ],
 )
@@ -138,5 +138,5 @@ def test_torch_attends_in_the_layers_that_varlen_refuses_and_the_summary_says_wh
     assert attention.describe() == "varlen attention"
     assert torch.equal(attention(query, layer, batch, options), GatheredAttention()(query, layer, batch, options))
     assert attention.describe() == (
-        "varlen attention (torch's in some layers: varlen attention has no softcap, sinks or chunks)"
+        "varlen attention (torch's in some layers: varlen attention does not support softcaps, sinks or chunks)"
     )

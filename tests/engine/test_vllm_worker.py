@@ -77,7 +77,7 @@ def _raw(header: bytes, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (encode_frame({"t": "start", "protocol": PROTOCOL + 1}), "a server of protocol 2, not 1"),
+        (encode_frame({"t": "start", "protocol": PROTOCOL + 1}), "the server uses protocol 2, not 1"),
         (encode_frame({"t": "start", "protocol": PROTOCOL}), "a malformed 'start' message: KeyError: 'adapters'"),
         (encode_frame({"t": "start", "protocol": PROTOCOL, "adapters": [1]}), "a malformed 'start' message: TypeError"),
         (encode_frame({**_FIRST, "cpu_kv_cache_bytes": math.inf}), "a malformed 'start' message: OverflowError"),

@@ -101,7 +101,7 @@ class TestWhatIsDecided:
         assert later.seconds <= 29.0
         lost = state.decide(160.0, [work]).lost
         assert isinstance(lost, StepTimeout)
-        assert str(lost) == "the decode step of 3 sequences has not come back for 60 s (step_timeout)"
+        assert str(lost) == "the decode step of 3 sequences has not returned for 60 s (step_timeout)"
 
     def test_work_that_was_logged_is_not_kept(self) -> None:
         """The work refers to the sequences of its step, so keeping it would keep them, too."""
@@ -139,7 +139,7 @@ class TestWhatIsDecided:
         queue_limits = QueueLimits(step_timeout=1800.0, request_timeout=5.0)
         work = Work("the decode step of 3 sequences", 1, since=0.0)
         assert trouble([work], queue_limits, 4.9) is None
-        assert trouble([work], queue_limits, 5.1) == "the decode step of 3 sequences has not come back for 5 s"
+        assert trouble([work], queue_limits, 5.1) == "the decode step of 3 sequences has not returned for 5 s"
 
     def test_a_thread_that_is_to_die_is_waited_for_only_so_long(self) -> None:
         pending_death = PendingDeath(RuntimeError("a rank is lost"), until=5.0)
@@ -252,10 +252,10 @@ class TestAStepThatHangs:
             await watch.stopped()
             assert engine.trouble is None
             await until(lambda: engine.trouble is not None, "trouble")
-            assert engine.alive and "has not come back for" in str(engine.trouble)
+            assert engine.alive and "has not returned for" in str(engine.trouble)
             events = await asyncio.wait_for(events_of(running), 20)
             assert isinstance(events[-1].error, GenerationFailed)
-            assert "has not come back for 2 s (step_timeout)" in str(events[-1].error)
+            assert "has not returned for 2 s (step_timeout)" in str(events[-1].error)
             await until(lambda: len(deaths) == 1, "word of its death")
             assert isinstance(deaths[0], StepTimeout) and engine.trouble == "its engine died"
             with pytest.raises(NotServing, match="step_timeout"):
@@ -302,7 +302,7 @@ def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_i
         assert engine.stats().open_prompts == 1
         pieces.seal(prompt_of(6))
         (event,) = await asyncio.wait_for(events_of(pieces), 15)
-        assert event.finish_reason is FinishReason.TIMEOUT and "waited too long in the queue" in str(event.error)
+        assert event.finish_reason is FinishReason.TIMEOUT and "exceeded its timeout in the queue" in str(event.error)
         running.close()
         watch.let_go()
         await until(lambda: idle(engine), "free rows")

@@ -36,7 +36,7 @@ def test_the_log_says_which_share_was_taken(caplog: pytest.LogCaptureFixture) ->
     weight_share(65 * GB, [80 * GB])
     assert "90 %" in caplog.text and "every step" not in caplog.text
     weight_share(140 * GB, [80 * GB])
-    assert "the CPU holds the rest, which every step moves" in caplog.text
+    assert "the rest stays on the CPU, and every step copies it to a GPU" in caplog.text
     caplog.clear()
     assert weight_share(None, [80 * GB]) == 0.7 and "70 %" in caplog.text
 

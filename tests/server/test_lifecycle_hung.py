@@ -68,7 +68,7 @@ def test_clients_are_told_in_time_and_sigterm_ends_the_process_within_the_grace(
         assert [each.end().code for each in behind] == [504, grpc.StatusCode.DEADLINE_EXCEEDED]
         assert time.monotonic() - began < 60
         wait_until(lambda: get_ready(server).status_code == 503)
-        assert "has not come back for" in get_ready(server).json()["error"]
+        assert "has not returned for" in get_ready(server).json()["error"]
         assert get_ready(server, "models/hung").status_code == 503
         assert get_live(server) == 200, "it may still come back"
         assert server.process.poll() is None
@@ -98,5 +98,5 @@ def test_a_step_that_is_lost_ends_the_process_with_an_error(tiny_model: Path, tm
         assert not stub.ServerLive(pb.ServerLiveRequest()).live and get_ready(server).status_code == 503
         assert beside.end().code == 503, "it ends with the process, after the grace"
         assert exit_code(server) == 1, server.log
-        line = "the engine of model 'hung' died: the decode step of 1 sequence has not come back for 3 s (step_timeout)"
+        line = "the engine of model 'hung' died: the decode step of 1 sequence has not returned for 3 s (step_timeout)"
         assert any(line in each and "Giving up" in each for each in server.log.splitlines()), server.log

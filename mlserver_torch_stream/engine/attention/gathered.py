@@ -19,7 +19,7 @@ _QUERIES = 256  # the number of a chunk's queries whose scores are in float32 at
 Rows = list[tuple[torch.Tensor, torch.Tensor, int]]
 """Sequences that see similar numbers of keys, their positions among the tokens, and the largest number of keys."""
 Chunks = list[tuple[int, int, int]]
-"""A sequence, where its tokens begin and where they end."""
+"""The index of a sequence, and where its tokens begin and end."""
 
 
 class GatheredAttention(PagedAttention):

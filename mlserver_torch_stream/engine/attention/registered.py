@@ -41,12 +41,12 @@ _call: ContextVar[AttentionCall | None] = ContextVar("paged_attention", default=
 
 
 def take_attention(model: transformers.PreTrainedModel) -> None:
-    """Registers our functions as the model's attention. Raises CannotPage."""
+    """Registers our functions as the model's attention. Raises CannotPage if the attention is of another kind."""
     before = _text_config(model)._attn_implementation
     if before in _OWN:
         return
     if before not in _NAMES:
-        raise CannotPage(f"its attention is {before!r}, not {SDPA!r} or {EAGER!r}")
+        raise CannotPage(f"the model's attention is {before!r}, not {SDPA!r} or {EAGER!r}")
     ours = _NAMES[before]
     transformers.AttentionInterface.register(ours, partial(_attend, before))
     transformers.AttentionMaskInterface.register(ours, partial(_mask, before))
@@ -107,7 +107,7 @@ def _attend(
 def _own(implementation: str, module: nn.Module) -> Callable[..., Any]:
     """Returns transformers' own attention function. The eager function is in the same file as the class of the module.
 
-    Raises CannotPage.
+    Raises CannotPage if that file has no such function.
     """
     if implementation == SDPA:
         attend: Callable[..., Any] = transformers.AttentionInterface()[SDPA]

@@ -54,13 +54,13 @@ class VarlenAttention(PagedAttention):
         if self._function is None:
             return f"torch {torch.__version__} has no varlen attention with block tables"
         if options.softcap is not None or options.sinks is not None or options.chunk is not None:
-            return "varlen attention has no softcap, sinks or chunks"
+            return "varlen attention does not support softcaps, sinks or chunks"
         if layer.page_size % self.page_multiple:
-            return f"varlen attention takes pages of a multiple of {self.page_multiple} tokens, not {layer.page_size}"
+            return f"varlen attention needs pages of a multiple of {self.page_multiple} tokens, not {layer.page_size}"
         if query.dtype not in (torch.float16, torch.bfloat16):
-            return f"varlen attention does not take {query.dtype}"
+            return f"varlen attention does not support {query.dtype}"
         if query.shape[-1] != layer.values.shape[-1] or query.shape[-1] > _MAX_DIM or query.shape[-1] % 8:
-            return "varlen attention takes keys and values of one size, a multiple of 8 up to 256"
+            return "varlen attention needs keys and values of the same size, a multiple of 8 up to 256"
         return None
 
     def __call__(

@@ -68,10 +68,12 @@ def prefix_bytes(budget: int, setting: int | None, on_host: bool) -> int:
     """Returns how many bytes of a KV cache may hold pages of ended sequences while no other sequence needs the bytes.
 
     A GPU's cache is allocated as a whole. On a host, a page takes memory once it is first written, or, with our
-    kernels, once any page in the same 2 MiB is written. Raises LoadFailed.
+    kernels, once any page in the same 2 MiB is written. Raises LoadFailed if ``setting`` exceeds ``budget``.
     """
     if setting is None:
         return min(budget // 8, HOST_PREFIX_BYTES) if on_host else budget
     if setting > budget:
-        raise LoadFailed(f"parameters.extra.prefix_cache_memory: {setting} bytes are more than the KV cache's {budget}")
+        raise LoadFailed(
+            f"parameters.extra.prefix_cache_memory: {setting} bytes are more than the KV cache's {budget} bytes"
+        )
     return setting

@@ -38,7 +38,7 @@ class CacheLayout:
             self._layers = DynamicCache(config=config).layers
         except (AttributeError, KeyError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise UnsupportedCache(f"transformers makes no cache from its config ({what})") from error
+            raise UnsupportedCache(f"transformers cannot make a cache from the model's config ({what})") from error
         text = config.get_text_config(decoder=True)
         self._kinds = list(getattr(text, "layer_types", None) or ())
         self._chunk = getattr(text, "attention_chunk_size", None)

@@ -125,7 +125,7 @@ class PagedCache:
         Each page is contiguous memory for all these layers. So the pages in use fill whole large pages (2 MiB) of the
         system. A large page needs one address translation; the same memory in pages of 4 KiB needs 512 translations.
         ``like`` has the shape ``[..., kv_heads, tokens, head_dim]``; ``allocate`` returns at least the given number of
-        bytes. Raises MemoryError.
+        bytes. Raises MemoryError if there is too little memory.
         """
         for number in range(len(self.groups)):
             layers = [layer for layer in self.layers.values() if layer.group == number and layer.keys is None]

@@ -21,7 +21,7 @@ from mlserver_torch_stream.types import TokenLogprob
 _MAX_LOGPROBS = 2**18
 
 CPU_PAGE_SIZE = 16
-CUDA_PAGE_SIZE = 256  # torch's varlen kernels read block tables of pages that are multiples of it
+CUDA_PAGE_SIZE = 256  # torch's varlen kernels read only pages whose size is a multiple of this
 
 
 def page_size_of(kinds: Iterable[str]) -> int:

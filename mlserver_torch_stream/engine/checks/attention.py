@@ -55,7 +55,7 @@ class SameAttention(Check[PagedAttention]):
 
     def problem(self, candidate: PagedAttention) -> str | None:
         if self.way is Way.MASKED_ROWS:
-            return "its attention cannot be replaced"
+            return "the model's attention cannot be replaced"
         kinds = attention_kinds(self.model, candidate, self.way, self.page_size)
         if all(kinds.values()):
             return "; ".join(dict.fromkeys(filter(None, kinds.values()))) or "the model has no attention"
@@ -84,7 +84,7 @@ def choose_attention(
         partial(NativeAttention, cache_dir) if types == {"cpu"} else lambda: VarlenAttention(find_varlen())
     )
     check = SameAttention(model, findings.way, findings.page_size)
-    otherwise = "the attention kernels are not used, torch computes attention"
+    otherwise = "torch computes attention, because the attention kernels are not used"
     return accepted("the attention kernels", kernels, check, otherwise)
 
 

@@ -48,12 +48,15 @@ class ForwardChoice:
 def choose_forward(
     expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
 ) -> ForwardChoice:
-    """Chooses the forward of a model for which ``findings`` say that it can be batched. Raises LoadFailed."""
+    """Chooses the forward of a model for which ``findings`` say that it can be batched.
+
+    Raises LoadFailed if the settings ask for rounded weights and the model cannot have them.
+    """
     model, quantised = expected.model, is_quantised(expected.model)
     if settings.weights in ROUNDED:
         if quantised:
             raise LoadFailed(
-                f"parameters.extra.weights: {settings.weights} is for dense weights, this checkpoint is quantised"
+                f"parameters.extra.weights: {settings.weights} is for dense weights, but this checkpoint is quantised"
             )
         return ForwardChoice(take_rounded(expected, findings, kernels, settings.weights))
     if settings.fast_path != "auto":
@@ -91,7 +94,7 @@ def with_attention(
         small = max(SMALL_PAGE, attention.candidate.page_multiple)
         check = SameLogits[ModelForward](expected, findings.page_size, small, findings.chunked, room, way)
         make = partial(ModelForward, model, way, attention.candidate)
-        forward = accepted(f"the logits with {what}", make, check, f"{what} not used, torch computes attention")
+        forward = accepted(f"the logits with {what}", make, check, f"torch's operators are used instead of {what}")
         if together(forward.candidate is not None):
             assert forward.candidate is not None
             return forward.candidate
@@ -106,7 +109,8 @@ def take_kernels(
 
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
-    model, rounding, otherwise = expected.model, None, "our own kernels are not used, transformers' forward runs"
+    model, rounding = expected.model, None
+    otherwise = "transformers' forward runs, because our own kernels are not used"
     if weights is not None:
         rounding, otherwise = ROUNDED[weights], ""
 

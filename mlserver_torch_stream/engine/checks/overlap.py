@@ -65,7 +65,7 @@ class Overlap(Check[Pipeline]):
         finally:
             in_flight.close()
         by = comparison.difference
-        return None if by is None else f"logits of forwards that overlap differ from single ones by {by}"
+        return None if by is None else f"logits of overlapping forwards differ from those of single forwards by {by}"
 
 
 def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Forward) -> Pipeline | None:
@@ -77,7 +77,7 @@ def take_pipeline(model: transformers.PreTrainedModel, threads: int, forward: Fo
     if len(stages) < 2:
         return None
     pipeline = partial(Pipeline, stages, threads, serial_python=not waits_midway(model, forward))
-    otherwise = "the devices of the map work one after another"
+    otherwise = "the devices of the device map work one after another"
     return accepted("forwards that overlap", pipeline, Overlap(model, forward), otherwise).candidate
 
 

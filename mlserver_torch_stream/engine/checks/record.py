@@ -64,12 +64,12 @@ class ModelOutline:
 class Anew(Enum):
     """The reason why a load is checked again."""
 
-    NEW = "no load of it is recorded"
-    WEIGHTS = "other weights"
-    CODE = "other code"
-    CHIP = "another chip"
+    NEW = "no earlier load of it is recorded"
+    WEIGHTS = "its files have changed"
+    CODE = "the software has changed"
+    CHIP = "it runs on another chip"
     DAMAGED = "its record is damaged"
-    FOREIGN = "others can write its record"
+    FOREIGN = "other users can write its record"
 
 
 class NotRecordable(Unsuitable):
@@ -110,7 +110,7 @@ class ProvedLoad:
 def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], kernels: KernelOptions) -> RecordKey:
     """Returns the key of a load of ``folder`` with the weight files ``files``.
 
-    Raises NoKernels, LoadFailed or OSError.
+    Raises NoKernels or LoadFailed as ``open_kernels`` does, and OSError if a file cannot be read.
     """
     library, variant = open_kernels(kernels.cache_dir, checksum)
     source = resolved.source
@@ -158,14 +158,14 @@ def outline_of(model: Any) -> ModelOutline:
     """Returns the model's plain config. Raises NotRecordable if this config would change the cache or the context."""
     outline = ModelOutline(plain_config(_plain(vars(model.config))))
     if any(part(outline) != part(model) for part in (_cache_groups, comparable_context, steady_positions)):
-        raise NotRecordable(f"its cache or its context needs {type(model.config).__name__}")
+        raise NotRecordable(f"its cache or its context needs the config class {type(model.config).__name__}")
     return outline
 
 
 def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
     """Builds the decoder from memory-mapped files, so a weight is in memory only after its first use.
 
-    Raises NotRecordable.
+    Raises NotRecordable if the record and the files do not match.
     """
     try:
         tensor = mapped_tensors(files)
@@ -173,7 +173,7 @@ def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
             proved.plan.structure, proved.plan.own, lambda name: _as_dtype(tensor[name], proved.dtype)
         )
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise NotRecordable(f"the record does not fit its files: {error}") from error
+        raise NotRecordable(f"the record does not match its files: {error}") from error
     if isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
         return replace(decoder, embedding=decoder.embedding.clone())  # the kernels read it for as long as they live
     return decoder
@@ -194,7 +194,7 @@ def check_files_hold(plan: DecoderPlan, parameters: Mapping[str, Tensor], files:
     for name in sorted(plan.used):
         parameter = parameters[name]
         if name not in stored or not torch.equal(stored[name].to(parameter.dtype), parameter):
-            raise NotRecordable(f"the files do not hold {name} as the model has it")
+            raise NotRecordable(f"the files do not contain {name} with the values that the model has")
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -249,7 +249,7 @@ def _encode(proved: ProvedLoad) -> str:
     findings, weights = proved.findings, proved.weights
     generation = weights.generation_config.to_dict()
     if GenerationConfig.from_dict(json.loads(json.dumps(generation))).to_dict() != generation:
-        raise NotRecordable("its generation config is not JSON")
+        raise NotRecordable("its generation config cannot be written as JSON")
     return json.dumps(
         {
             "structure": proved.plan.structure,

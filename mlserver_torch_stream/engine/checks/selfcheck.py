@@ -183,7 +183,7 @@ def _moved(trial: Trial, forward: ModelForward) -> str | None:
     for pair in zip(forward.tried(batch, trial.cache)[0], moved, strict=True):
         comparison.add(*pair)
     difference = comparison.difference
-    return None if difference is None else f"batched logits differ by {difference} beside a sequence of another length"
+    return None if difference is None else f"batched logits change by {difference} with the length of another sequence"
 
 
 def _forgotten(trial: Trial, forward: ModelForward) -> str | None:
@@ -203,5 +203,5 @@ def _forgotten(trial: Trial, forward: ModelForward) -> str | None:
         states.copy(one.state_slot, SPARE_SLOT)
         states.multiply(kind, SPARE_SLOT, _LARGE)
         if torch.equal(expected, forward.tried(Batch((chunk,)), trial.cache)[0]):
-            return f"a chunk of a prompt does not go on from its {kind[0].replace('_', ' ')}"
+            return f"a chunk of a prompt ignores the {kind[0].replace('_', ' ')} of the chunk before it"
     return None

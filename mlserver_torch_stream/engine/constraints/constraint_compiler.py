@@ -207,7 +207,7 @@ def _prepared(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer | str:
     backend.no_padding()  # as transformers does at the tokenizer's first use
     backend.no_truncation()
     if max(tokenizer.get_vocab().values()) >= backend.get_vocab_size(with_added_tokens=True):
-        return "is not possible with this model, whose token ids have holes"
+        return "is not possible with this model, whose token ids have gaps"
     try:
         return read_vocabulary(tokenizer)
     except Exception as error:

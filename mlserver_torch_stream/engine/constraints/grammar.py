@@ -85,4 +85,4 @@ def _lark(source: str) -> str:
     try:
         return str(any_to_lark(source))
     except Exception as error:  # the parser raises errors of several kinds
-        raise ValueError(f"is neither a grammar in Lark's language nor in GBNF: {error}") from error
+        raise ValueError(f"is not a grammar in Lark's language or in GBNF: {error}") from error

@@ -69,7 +69,7 @@ class TokenMatcher:
         """Adds the chosen token. Raises ConstraintTooComplex if the constraint becomes too complex."""
         if self.forced:
             forced = self.forced.popleft()
-            assert token_id == forced, "nothing else was possible"
+            assert token_id == forced, "a token other than the forced one was chosen"
         elif token_id not in self._end_ids:
             self._follow(token_id)
 

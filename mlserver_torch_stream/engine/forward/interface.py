@@ -62,7 +62,7 @@ class LoadedForward(Forward, Protocol):
         return True
 
     def reserve(self, cache: PagedCache) -> None:
-        """Allocates as much of a cache as is possible before the first batch. Raises MemoryError."""
+        """Allocates as much of a cache as is possible before the first batch. Raises MemoryError if that fails."""
         return None
 
     def describe(self) -> str:

@@ -42,7 +42,8 @@ class ModelForward(LoadedForward):
     ) -> None:
         """Replaces the model's attention, or restores the model's own attention for rows with masks.
 
-        If ``attention`` is None, torch's operators compute attention. Raises CannotPage.
+        If ``attention`` is None, torch's operators compute attention. Raises CannotPage if the model's attention cannot
+        be replaced.
         """
         if way is Way.MASKED_ROWS:
             give_attention_back(model)
@@ -130,7 +131,7 @@ class ModelForward(LoadedForward):
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Splits a batch.
+    """Splits a batch for the forms with rows.
 
     Consecutive sequences that only decode one token stay together; every other sequence becomes a batch of its own. The
     order is kept, because a sequence may read pages that an earlier sequence writes.

@@ -304,7 +304,7 @@ class ModelStep:
         latent = has_latents(module)
         layer = self.cache.layers[module.layer_idx] if latent else self.cache.layer_of(key)
         if not isinstance(layer, PagesLayer) or layer.pages.keys is None:
-            raise CannotPage("an attention reads keys that are in no cache layer")
+            raise CannotPage("an attention layer reads keys that are in no cache layer")
         group = self._pages.groups[layer.pages.group]
         rows, heads, tokens, dim = query.shape
         device = layer.pages.keys.device  # not always the query's device: layers may share keys

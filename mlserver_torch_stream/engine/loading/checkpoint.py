@@ -1,6 +1,6 @@
-"""Refuses checkpoints: before the model is built if files contradict each other, after it if weights are wrong.
+"""Checks a checkpoint: its files before the weights are loaded, and the weights afterwards.
 
-Model files are not trusted.
+Model files are not trusted: a checkpoint with an error is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCALE = re.compile(r"(?:scales?|scale_inv|qweight|qzeros)$")
 def check_folder(folder: Path) -> Tensors:
     """Checks a folder's JSON files and headers. Returns the folder's tensors; none if the weights are pickles.
 
-    Raises LoadFailed, which names the file and the field.
+    Raises LoadFailed if a file is wrong; the error names the file and the field.
     """
     config = _read_object(folder / "config.json")
     for name in _OTHER_CONFIGS:
@@ -71,7 +71,7 @@ def check_bytes(config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
-    """Compares a model on the meta device with the tensors of its checkpoint. Raises LoadFailed."""
+    """Compares a model on the meta device with the tensors of its checkpoint. Raises LoadFailed if they do not fit."""
     parameters = dict(model.named_parameters())
     bits = sum(tensor.bits for tensor in tensors.values())
     wanted = sum(parameter.numel() for parameter in parameters.values())
@@ -82,7 +82,10 @@ def check_model(model: nn.Module, tensors: Tensors, quantised: bool) -> None:
         if stored.shape != tuple(parameter.shape):
             raise LoadFailed(_mismatch(name, stored.shape, parameter.shape))
         if parameter.is_floating_point() and stored.dtype not in FLOATS:
-            raise LoadFailed(f"{name} is stored as {stored.dtype}, and config.json names no quantization_config")
+            raise LoadFailed(
+                f"{name} is stored as {stored.dtype}, but config.json has no quantization_config that says how to "
+                "read it"
+            )
     if wanted > bits:
         raise LoadFailed(
             f"config.json asks for {wanted:,} parameters, but the checkpoint holds only {bits // 8:,} bytes"
@@ -104,11 +107,11 @@ def check_loaded(model: nn.Module, info: Mapping[str, Collection[Any]], quantise
     needed = [name for name in unexpected if _is_needed(name, modules, quantised)]
     if needed:
         raise LoadFailed(
-            f"the checkpoint holds {_first_names(needed)}, which the model does not take: its config does not describe "
+            f"the checkpoint holds {_first_names(needed)}, which the model does not use: config.json does not describe "
             "these weights"
         )
     if unexpected:
-        logger.warning("The checkpoint holds weights that the model does not take: %s", _first_names(unexpected))
+        logger.warning("The checkpoint holds weights that the model does not use: %s", _first_names(unexpected))
 
 
 def check_finite(model: nn.Module) -> None:
@@ -148,7 +151,7 @@ def _read_object(file: Path) -> dict[str, Any]:
     except SettingsError as error:
         raise LoadFailed(str(error)) from None
     if not isinstance(value, dict):
-        raise LoadFailed(f"{file}: must hold a JSON object")
+        raise LoadFailed(f"{file}: must contain a JSON object")
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
         level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
@@ -184,7 +187,8 @@ def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
         packed = next((name for name, tensor in tensors.items() if re.match(r"F([68]_|4$)", tensor.dtype)), None)
         if packed is not None:
             raise LoadFailed(
-                f"{packed} is stored as {tensors[packed].dtype}, and config.json names no quantization_config"
+                f"{packed} is stored as {tensors[packed].dtype}, but config.json has no quantization_config that says "
+                "how to read it"
             )
     elif "bitsandbytes" in str(own.get("quant_method", "bitsandbytes")) and all(
         tensor.dtype in FLOATS for tensor in tensors.values()
@@ -197,7 +201,10 @@ def _check_stored(config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def weight_files(folder: Path) -> Sequence[Path]:
-    """Returns the safetensors files that transformers reads; none if the weights are pickles. Raises LoadFailed."""
+    """Returns the safetensors files that transformers reads; none if the weights are pickles.
+
+    Raises LoadFailed if the config or an index is wrong.
+    """
     return _named_files(folder, _read_object(folder / "config.json"))
 
 
@@ -222,7 +229,7 @@ def _shards(index: Path) -> list[Path]:
         if not _stays_inside(name):
             raise LoadFailed(f"{index}: weight_map names {name[:200]!r}, which is not a file of the folder")
         if not (index.parent / name).is_file():
-            raise LoadFailed(f"{index}: weight_map names {name[:200]!r}, which is absent")
+            raise LoadFailed(f"{index}: weight_map names {name[:200]!r}, which does not exist")
     return [index.parent / name for name in files]
 
 

@@ -48,14 +48,15 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name. Raises LoadFailed, or OSError."""
+    """Returns the tensors of a file by name. Raises LoadFailed if the header is wrong, OSError if it cannot be read."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         begin = stream.read(8)
         length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
         if length > size - 8:
             raise LoadFailed(
-                f"{file} is cut off, or is not a safetensors file: it has {size:,} bytes, and its header {length:,}"
+                f"{file} is cut off, or is not a safetensors file: it has {size:,} bytes, too few for a "
+                f"header of {length:,} bytes"
             )
         if length > MAX_HEADER_BYTES:
             raise LoadFailed(f"{file} has a header of {length:,} bytes; at most {MAX_HEADER_BYTES:,} are read")
@@ -104,9 +105,13 @@ def _end(file: Path, name: str, entry: Any) -> int:
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise LoadFailed(f"{file}: tensor {name!r} has the unknown dtype {str(dtype)[:40]!r}")
     if not (_are_sizes(shape) and _are_sizes(place) and len(place) == 2):
-        raise LoadFailed(f"{file} is damaged: the shape or place of {name!r} in its header is not a list of sizes")
+        raise LoadFailed(
+            f"{file} is damaged: the shape or data_offsets of {name!r} in its header is not a list of sizes"
+        )
     if 8 * (place[1] - place[0]) != StoredTensor(dtype, tuple(shape)).bits:
-        raise LoadFailed(f"{file} is damaged: {name!r} of shape {shape} has {place[1] - place[0]:,} bytes as {dtype}")
+        raise LoadFailed(
+            f"{file} is damaged: {name!r} has {place[1] - place[0]:,} bytes, which do not fit {dtype} of shape {shape}"
+        )
     return place[1]
 
 
@@ -134,7 +139,7 @@ def damage_of(file: Path) -> str | None:
         if not begin:
             return f"{file} is empty"
         if begin == _LFS_POINTER:
-            return f"{file} is a Git LFS pointer, which stands for the real file: run 'git lfs pull' in its folder"
+            return f"{file} is a Git LFS pointer to the real file: run 'git lfs pull' in its folder"
         return check(file)
     except OSError as error:
         return f"{file} cannot be read: {os.strerror(error.errno or 0)}"
@@ -157,7 +162,7 @@ def _gguf_damage(file: Path) -> str | None:
     try:
         gguf.GGUFReader(str(file))
     except Exception:  # the reader raises various errors for a file that ends too early
-        return f"{file} is cut off or damaged: its {file.stat().st_size:,} bytes do not hold what its header names"
+        return f"{file} is cut off or damaged: its {file.stat().st_size:,} bytes do not match its header"
     return None
 
 

@@ -95,8 +95,8 @@ def load_gguf(gguf_file: Path, dtype: str = "auto", packed: bool = False, **opti
         model_class, place = transformers.AutoModelForCausalLM, str(gguf_file.parent)
     elif packed:
         raise LoadFailed(
-            "quantization_config: gguf weights cannot be kept packed here, transformers' kernels lack this file's "
-            "architecture; leave it out to dequantise them"
+            "quantization_config: gguf weights cannot be kept packed here, because transformers' kernels do not "
+            "support this file's architecture; without quantization_config they are dequantised"
         )
     else:
         read = read_gguf_model(gguf_file)

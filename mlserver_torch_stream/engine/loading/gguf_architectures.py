@@ -189,10 +189,15 @@ def _decoder(file: GgufFile, model_type: str, partial: bool = False) -> dict[str
     hidden, heads = file.need("embedding_length", int), file.need("attention.head_count", int)
     context = file.need("context_length", int)
     if min(hidden, heads, context) < 1:
-        raise file.refused("attention.head_count", f"is {heads} for {hidden} dimensions and {context} positions")
+        raise file.refused(
+            "attention.head_count",
+            f"is {heads} with embedding_length {hidden} and context_length {context}; each must be at least 1",
+        )
     head_dim = file.take("attention.key_length", int) or hidden // heads
     if (values := file.take("attention.value_length", int) or head_dim) != head_dim:
-        raise file.refused("attention.value_length", f"is {values} beside keys of {head_dim} dimensions")
+        raise file.refused(
+            "attention.value_length", f"is {values}, but must equal the length of the keys, which is {head_dim}"
+        )
     ends = (file.token_id(role) for role in ("eos", "eot", "eom"))
     return {
         "model_type": model_type,
@@ -222,7 +227,7 @@ def _layers(file: GgufFile) -> int:
     count = file.need("block_count", int)
     blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if blocks != set(map(str, range(len(blocks)))) or count != len(blocks):
-        raise file.refused("block_count", f"is {count}, and the file has tensors of {len(blocks)} blocks")
+        raise file.refused("block_count", f"is {count}, but the file has tensors of {len(blocks)} blocks")
     return count
 
 
@@ -236,13 +241,16 @@ def _experts_used(file: GgufFile) -> int:
         raise file.refused("expert_gating_func", f"is {function}, which is not supported here")
     used, count = file.need("expert_used_count", int), file.need("expert_count", int)
     if not 1 <= used <= count:
-        raise file.refused("expert_used_count", f"is {used} of {count} experts")
+        raise file.refused("expert_used_count", f"is {used}, but must be from 1 to {count}, the number of experts")
     return used
 
 
 def _refuse_single_experts(file: GgufFile) -> None:
     if "blk.0.ffn_gate.0.weight" in file.tensors:
-        raise LoadFailed("the tensor blk.0.ffn_gate.0.weight has an old layout of experts: convert the model again")
+        raise LoadFailed(
+            "the tensor blk.0.ffn_gate.0.weight belongs to an old layout with one tensor per expert; convert the model "
+            "to GGUF again"
+        )
 
 
 def _query_scalar(config: Mapping[str, Any], largest: int) -> int:

@@ -46,7 +46,7 @@ class GgufFile:
         self._keys_left = self._keys - _HARMLESS
         self._tensors_left = set(self.tensors)
         if (kind := self._text("general.type", "model")) != "model":
-            raise LoadFailed(f"general.type is {kind!r}: the file holds not a model, but a part of one")
+            raise LoadFailed(f"general.type is {kind!r}, but must be 'model': the file does not contain a whole model")
         if (parts := self._contents("split.count") or 1) != 1:
             raise LoadFailed(
                 f"split.count is {parts}: merge the {parts} parts into one file (llama-gguf-split --merge)"
@@ -67,9 +67,9 @@ class GgufFile:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if whole if kind is int else (whole or isinstance(value, float)) if kind is float else isinstance(value, kind):
             if kind in (int, float) and not 0 <= value < math.inf:
-                raise self.refused(key, f"is {value}")
+                raise self.refused(key, f"is {value}, but must be finite and not negative")
             return kind(value)
-        raise self.refused(key, f"is {str(value)[:80]} in place of one {kind.__name__}")
+        raise self.refused(key, f"is {str(value)[:80]}, but must be a single {kind.__name__}")
 
     def need(self, key: str, kind: type[T]) -> T:
         """Returns the value of a key. Raises LoadFailed if the key is absent or has another type."""
@@ -93,7 +93,7 @@ class GgufFile:
         tokens = self.shape("token_embd.weight")[0]
         if value is None or (isinstance(value, int) and 0 <= value < tokens):
             return value
-        raise LoadFailed(f"the key {name} is {str(value)[:80]}, and the file has {tokens:,} tokens")
+        raise LoadFailed(f"the key {name} is {str(value)[:80]}, which is not one of the file's {tokens:,} token ids")
 
     def tensor(self, name: str) -> gguf.ReaderTensor | None:
         """Returns a tensor and marks it as used; None if the file does not have it."""
@@ -126,7 +126,7 @@ class GgufFile:
         if self._tensors_left:
             name, more = min(self._tensors_left), len(self._tensors_left) - 1
             also = f" (and {more} more)" if more else ""
-            raise LoadFailed(f"the tensor {name}{also} is not supported here in the architecture {self.architecture}")
+            raise LoadFailed(f"the tensor {name}{also} is not supported here for the architecture {self.architecture}")
 
     def refused(self, key: str, why: str) -> LoadFailed:
         """Returns the error for a key of this architecture whose value is not supported."""
@@ -144,7 +144,7 @@ class GgufFile:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise LoadFailed(f"the key {name} is missing, or is no text")
+            raise LoadFailed(f"the key {name} is missing, or is not a string")
         return value
 
 

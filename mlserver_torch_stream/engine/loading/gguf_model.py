@@ -91,14 +91,14 @@ def read_gguf_model(path: Path) -> GgufModel:
         if name in shapes:
             tensors[name].append(tensor)
     if (unknown := next((name for name, known in tensors.items() if not known), None)) is not None:
-        raise LoadFailed(f"files of the architecture {file.architecture} have nothing for the weights {unknown}")
+        raise LoadFailed(f"files of the architecture {file.architecture} have no tensor for the weights {unknown}")
     weights = {name: _weights(file, architecture, config, shape, tensors[name]) for name, shape in shapes.items()}
     file.check_all_taken()
     return GgufModel(config, type(model), weights)
 
 
 def read_gguf_config(path: Path) -> Any:
-    """Returns transformers' config for a file. Raises LoadFailed."""
+    """Returns transformers' config for a file. Raises LoadFailed if the file is not supported."""
     file = GgufFile(path)
     if file.architecture in GGUF_ARCHS:
         return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -118,10 +118,12 @@ def loads_by_transformers(path: Path) -> bool:
     every = config.get("full_attention_interval", 1)
     expected = [bool((layer + 1) % every) for layer in range(config["num_hidden_layers"])]
     if (recurrent := file.flags("attention.recurrent_layers")) and recurrent[: len(expected)] != expected:
-        raise file.refused("attention.recurrent_layers", f"is not what full_attention_interval {every} says")
+        raise file.refused("attention.recurrent_layers", f"does not match full_attention_interval, which is {every}")
     keys, values = (file.take(f"attention.{kind}_length", int) for kind in ("key", "value"))
     if values not in (None, keys):
-        raise file.refused("attention.value_length", f"is {values} beside keys of {keys} dimensions")
+        raise file.refused(
+            "attention.value_length", f"is {values}, but must equal the length of the keys, which is {keys}"
+        )
     file.mark_taken(recorded.read, tensors)
     file.check_all_taken()
     return True
@@ -173,7 +175,7 @@ def _part_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
 
 def _check_shape(tensor: str, has: tuple[int, ...], needs: tuple[int, ...]) -> None:
     if has not in (needs, needs[1:] if needs[0] == 1 else needs):
-        raise LoadFailed(f"the tensor {tensor} has the shape {list(has)}, and the model needs {list(needs)}")
+        raise LoadFailed(f"the tensor {tensor} has the shape {list(has)}, but the model needs {list(needs)}")
 
 
 def _rotary_halves(rows: int, heads: int) -> np.ndarray[Any, Any]:

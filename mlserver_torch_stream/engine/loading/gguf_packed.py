@@ -59,7 +59,7 @@ class PackedModel:
 def load_packed(folder: Path, config: Any = None) -> PackedModel:
     """Loads a folder that ``write_packed`` has written. ``config``, if given, replaces the folder's config.
 
-    Raises NotPacked or LoadFailed.
+    Raises NotPacked if our kernels do not support the weights, and LoadFailed if weights are missing.
     """
     config = config or AutoConfig.from_pretrained(folder)
     model = empty_model(config)
@@ -98,13 +98,13 @@ def _put(model: Any, name: str, tensor: Tensor, kind: str | None) -> None:
         return
     rows = PackedRows(kind, tensor)
     if leaf != "weight" or rows.shape != module.weight.shape:
-        raise NotPacked(f"{name} is not a projection of the model")
+        raise NotPacked(f"{name} does not fit a weight matrix of the model")
     if isinstance(module, nn.Embedding):
         model.set_submodule(path, PackedEmbedding(rows, embedding_scale(module)))
     elif type(module) is nn.Linear:
         model.set_submodule(path, PackedLinear(rows, module.bias))
     else:
-        raise NotPacked(f"{name} belongs to a {type(module).__name__}")
+        raise NotPacked(f"{name} belongs to a {type(module).__name__}, which our kernels do not support")
 
 
 def _tie(model: Any) -> None:
@@ -120,20 +120,21 @@ def _tie(model: Any) -> None:
 def write_packed(gguf_file: Path, folder: Path) -> None:
     """Writes the config, and the weights as unchanged blocks, to a folder for ``load_packed``.
 
-    Raises NotPacked, and LoadFailed in the same cases as ``read_gguf_model``.
+    Raises NotPacked if our kernels do not support the weights, and LoadFailed in the same cases as
+    ``read_gguf_model``.
     """
     # Imported here: gguf takes 5 MB, and later loads do not need it.
     from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers, read_gguf_model
 
     if loads_by_transformers(gguf_file):
-        raise NotPacked("our kernels do not have the file's architecture")
+        raise NotPacked("our kernels do not support the file's architecture")
     model = read_gguf_model(gguf_file)
     tensors: dict[str, _Stored] = {}
     kinds: dict[str, str] = {}
     dequantised: dict[str, str] = {}
     for name, weights in model.weights.items():
         if len(weights.parts) > 1:
-            raise NotPacked(f"our kernels do not have the experts {name}")
+            raise NotPacked(f"our kernels do not support mixtures of experts ({name})")
         kind = next(iter(weights.kinds), "F32")
         if kind in BLOCK_FORMATS and (shape := weights.blocks_shape) is not None:
             tensors[name], kinds[name] = _Stored("U8", 1, shape, weights.blocks), kind
@@ -142,7 +143,7 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
             dequantised[name] = kind
         tensors[name] = _Stored("F32", 4, weights.shape, weights.dense)
     if not kinds:
-        raise NotPacked("the file has no weights in blocks that the kernels know")
+        raise NotPacked("the file has no weights in a block format that our kernels support")
     _write_tensors(folder / WEIGHTS, tensors, {"kinds": json.dumps(kinds), "dequantised": json.dumps(dequantised)})
     model.config.save_pretrained(folder)
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)

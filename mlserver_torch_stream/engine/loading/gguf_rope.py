@@ -18,7 +18,7 @@ _YARN = {  # the keys of yarn, and transformers' names for them
 
 
 def rope_parameters(file: GgufFile, head_dim: int, context: int, partial: bool = False) -> dict[str, Any]:
-    """Returns transformers' ``rope_parameters``. Raises LoadFailed.
+    """Returns transformers' ``rope_parameters``. Raises LoadFailed for values that they cannot express.
 
     ``context`` is the maximum number of positions. ``partial`` says whether the model can rotate only a part of
     ``head_dim``.
@@ -30,9 +30,12 @@ def rope_parameters(file: GgufFile, head_dim: int, context: int, partial: bool =
     scaling = _scaling(file)
     factors = _factors(file, rotated // 2, context)
     if scaling["rope_type"] == "longrope" and factors is None:
-        raise file.refused("rope.scaling.type", "is longrope, and the file lacks the tensor rope_factors_long.weight")
+        raise file.refused("rope.scaling.type", "is longrope, but the file lacks the tensor rope_factors_long.weight")
     if factors is not None and scaling["rope_type"] not in ("default", "longrope"):
-        raise file.refused("rope.scaling.type", f"is {scaling['rope_type']} beside tensors of rope factors")
+        raise file.refused(
+            "rope.scaling.type",
+            f"is {scaling['rope_type']}, which cannot be combined with tensors of rope factors",
+        )
     return {**base, **(factors or scaling)}
 
 
@@ -41,7 +44,9 @@ def _rotated(file: GgufFile, head_dim: int, partial: bool) -> int:
     rotated = file.take("rope.dimension_count", int) or head_dim
     fits = 0 < rotated <= head_dim and int(head_dim * (rotated / head_dim)) == rotated
     if not fits or (rotated != head_dim and not partial):
-        raise file.refused("rope.dimension_count", f"is {rotated} for heads of {head_dim} dimensions")
+        raise file.refused(
+            "rope.dimension_count", f"is {rotated}, which is not supported for heads of {head_dim} dimensions"
+        )
     return rotated
 
 
@@ -55,11 +60,11 @@ def _scaling(file: GgufFile) -> dict[str, Any]:
     factor = file.take("rope.scaling.factor", float) or old or 1.0
     if kind == "yarn":
         if file.take("rope.scaling.yarn_ext_factor", float) not in (None, 1.0):
-            raise file.refused("rope.scaling.yarn_ext_factor", "is not 1, which is not supported here")
+            raise file.refused("rope.scaling.yarn_ext_factor", "is not 1; other values are not supported here")
         fields = {name: file.take(key, float) for key, name in _YARN.items()}
         original = file.need("rope.scaling.original_context_length", int)
         if original < 1:
-            raise file.refused("rope.scaling.original_context_length", f"is {original}")
+            raise file.refused("rope.scaling.original_context_length", f"is {original}, but must be at least 1")
         own = {name: value for name, value in fields.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **own}
     if kind not in ("linear", "none", "longrope"):
@@ -81,15 +86,23 @@ def _factors(file: GgufFile, count: int, context: int) -> dict[str, Any] | None:
     factors = {name: values for name, values in named.items() if values is not None}
     for name, values in factors.items():
         if len(values) != count or not all(0.0 < value < float("inf") for value in values):
-            raise LoadFailed(f"the tensor {name}.weight holds {len(values)} factors in place of {count} positive ones")
+            raise LoadFailed(
+                f"the tensor {name}.weight has {len(values)} factors, but must have {count}, all positive and finite"
+            )
     if not factors:
         if attention not in (None, 1.0):
-            raise file.refused("rope.scaling.attn_factor", f"is {attention} without tensors of rope factors")
+            raise file.refused(
+                "rope.scaling.attn_factor",
+                f"is {attention}, which is not supported without tensors of rope factors",
+            )
         return None
     short, long = factors.get("rope_factors_short"), factors.get("rope_factors_long")
     if "rope_freqs" in factors:
         if len(factors) > 1:
-            raise LoadFailed("the tensor rope_freqs.weight beside rope_factors_short.weight is not supported here")
+            raise LoadFailed(
+                "the tensor rope_freqs.weight is not supported together with rope_factors_short.weight or "
+                "rope_factors_long.weight"
+            )
         short = long = factors["rope_freqs"]
         original = context  # beyond it the long factors apply, which are the same
     if short is None or long is None or original is None:

@@ -20,11 +20,12 @@ _SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Values of tokenizer.ggml.pre, which says how text is cut before merges: as GPT-2 does it, which is the default of
-# transformers' reader, or with each digit alone before that.
+# Values of tokenizer.ggml.pre, which says how text is split before merges: either as GPT-2 splits it, which is the
+# default of transformers' reader, or in the same way after each digit was split off.
 _AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat", "a.x-4.0", "mellum")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# A piece of text that is a whole token becomes that token, whatever the merges say; the file need not ask for a BOS.
+# With these values, a piece of text that is a token becomes that token, whatever the merges say, and a BOS is added
+# unless the file says otherwise.
 _WHOLE_PIECES = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken")
 )
@@ -67,7 +68,7 @@ def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
     cut = metadata.get(f"{_KEY}pre")
     if cut is None:
         raise LoadFailed(
-            f"the key {_KEY}pre is missing, without which text gives wrong tokens: convert the model again"
+            f"the key {_KEY}pre is missing, so text would be split into wrong tokens; convert the model to GGUF again"
         )
     if cut not in (*_AS_GPT2, *_SINGLE_DIGITS, *GGUF_PRE_TOKENIZER_SPLITS):
         raise LoadFailed(f"the key {_KEY}pre is {cut!r}, which is not supported here")

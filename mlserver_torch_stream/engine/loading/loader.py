@@ -76,12 +76,12 @@ def weight_share(weights: int | None, free: Sequence[int]) -> float:
     returned.
     """
     if weights is None:
-        logger.info("weights may take %.0f %% of the GPUs: their size is not known before they are read", 100 * _LEAST)
+        logger.info("weights may take %.0f %% of the GPUs' free memory: their size is not known", 100 * _LEAST)
         return _LEAST
     whole = 1.0 - (_LOST_PER_GPU if len(free) > 1 else 0.0)
     fitting = (share for share in GPU_WEIGHT_SHARES if weights <= sum(free) * share * whole)
     share = next(fitting, None)
-    rest = "" if share is not None else "; the CPU holds the rest, which every step moves"
+    rest = "" if share is not None else "; the rest stays on the CPU, and every step copies it to a GPU"
     share = share or GPU_WEIGHT_SHARES[-1]
     logger.info(
         "weights of %s may take %.0f %% of the %s that are free on %d GPUs%s",
@@ -183,7 +183,7 @@ def import_model_code() -> None:
 
 
 def load_weights(files: ModelFiles, resolved: ResolvedSettings) -> LoadedWeights:
-    """Loads the weights in these files onto their devices, and checks them. Raises LoadFailed."""
+    """Loads the weights in these files onto their devices, and checks them. Raises LoadFailed if that fails."""
     settings, name = resolved.settings, resolved.source.name
     placing = {key: getattr(settings, key) for key in _PLACING}
     where = ", ".join(f"{key} {value!r}" for key, value in placing.items() if value is not None)
@@ -254,7 +254,9 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if gguf_file is not None:
         packed = wants_packed_gguf(asked)
         if asked is not None and not packed:
-            raise LoadFailed(f"quantization_config needs the converted {gguf_file.name}: set a writable cache_dir")
+            raise LoadFailed(
+                f"quantization_config needs a converted copy of {gguf_file.name}: set cache_dir to a writable folder"
+            )
         model = load_gguf(gguf_file, settings.dtype, packed=packed, **options)
         if packed:
             check_kept(model, "gguf", asked)

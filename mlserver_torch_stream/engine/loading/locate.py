@@ -25,7 +25,10 @@ from mlserver_torch_stream.settings import ResolvedSettings
 
 
 def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds a model's files, checks the files of a folder, and converts a GGUF file if needed. Raises LoadFailed."""
+    """Finds a model's files, checks the files of a folder, and converts a GGUF file if needed.
+
+    Raises LoadFailed if files are missing or damaged.
+    """
     settings, source = resolved.settings, resolved.source
     if source.kind == "folder":
         folder = Path(source.location)
@@ -42,7 +45,7 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
 def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
     """Finds a GGUF file whose weights should stay packed; returns None if no setting asks for packed weights.
 
-    Raises LoadFailed.
+    Raises LoadFailed if the weights cannot stay packed.
     """
     settings, source = resolved.settings, resolved.source
     if settings.weights != "packed":
@@ -50,7 +53,10 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
     if source.kind not in ("embedded", "gguf"):
         raise no_packed_weights(f"{source.name} is not a GGUF file")
     if not _on_our_kernels(settings):
-        raise no_packed_weights("other settings leave no room for our own kernels on the CPU")
+        raise no_packed_weights(
+            "it needs our own kernels on the CPU, which other settings or a GPU exclude (with a GPU, set device_map "
+            "to cpu)"
+        )
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     place = file, resolved.cache_dir, "auto", True  # the arguments of both functions
     try:

@@ -25,7 +25,7 @@ _ALIGNMENT = 256
 _LEFT = 0.5
 
 Allocate = Callable[[int], torch.Tensor]
-"""A callable that allocates this many bytes. Raises RuntimeError."""
+"""A callable that allocates this many bytes. Raises RuntimeError if it cannot."""
 Room = Callable[[], int]
 """A callable that returns the free bytes of the host."""
 Place = tuple[dict[str, torch.Tensor], str]
@@ -58,13 +58,13 @@ def pin_offloaded(
         for places in weights:
             copy = blocks.copy(_tensor(places))
             if copy is None:
-                why = ": the host has no room for more"
+                why = "; the host has no memory for more"
                 break
             for dictionary, key in places:
                 dictionary[key] = copy
             done += bytes_of(copy)
     except RuntimeError as error:
-        why = f", more could not be: {str(error).splitlines()[0]}"
+        why = f"; pinning more failed: {str(error).splitlines()[0]}"
     logger.info(
         "Pinned %s of the %s of weights that are moved at every step%s", format_bytes(done), format_bytes(total), why
     )

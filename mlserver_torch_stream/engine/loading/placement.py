@@ -50,7 +50,7 @@ def check_tied(model: transformers.PreTrainedModel) -> None:
     """Raises LoadFailed if only one of two tied weights is on disk: accelerate would not find that weight there."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if (model.get_parameter(name).device.type == "meta") != (model.get_parameter(source).device.type == "meta"):
-            raise LoadFailed(f"{name} and {source} are one tensor: one of them cannot be on disk and the other not")
+            raise LoadFailed(f"{name} and {source} are the same tensor, so either both or neither must be on disk")
 
 
 def read_placement(model: transformers.PreTrainedModel) -> tuple[DeviceShare, ...]:
@@ -91,7 +91,7 @@ def _held(
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    """Returns a module by name; None if the name is a parameter's: a map can place parameters separately."""
+    """Returns a module by name; None if the name is that of a parameter, which a map can place separately."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -140,7 +140,7 @@ def describe_moves(placement: Sequence[DeviceShare], seconds: float) -> str:
     return (
         f"{format_bytes(moved)} of weights are moved from {', '.join(ways)} at every step, for any batch size: "
         f"measured now, a step of one token takes {seconds:.3g} s ({format_bytes(int(moved / seconds))}/s), "
-        f"so an answer comes at {1 / seconds:.3g} tokens/s at most"
+        f"so an answer gets at most {1 / seconds:.3g} tokens/s"
     )
 
 
@@ -172,8 +172,8 @@ def no_room(
         for device, spec in specs.items()
     ]
     beside = f", beside the weights: {'; '.join(map(str, placement))}" if placement else ""
-    cache = "what is free holds" if asked is None else f"{format_bytes(asked)} of KV cache hold"
-    return f"{cache} no sequence of this model: {'; '.join(needs)}{beside}"
+    cache = "the free memory" if asked is None else f"a KV cache of {format_bytes(asked)}"
+    return f"{cache} is too small for one sequence of this model: {'; '.join(needs)}{beside}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -204,5 +204,5 @@ def check_device_map(device_map: Any, place: str, gguf_file: Path | None, **opti
     for name in device_map:
         if name not in known:
             tops = [path for path in known if path and "." not in path]
-            hint = did_you_mean(str(name), known) or f"; it begins with {', '.join(tops)}"
+            hint = did_you_mean(str(name), known) or f"; its top-level modules are {', '.join(tops)}"
             raise LoadFailed(f"parameters.extra.device_map: the model has no module {name!r}{hint}")

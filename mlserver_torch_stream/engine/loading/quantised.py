@@ -35,7 +35,7 @@ def read_quantisation(fields: Mapping[str, Any], device: torch.device, dtype: to
     """
     method = quantisation_method(fields)
     if method == "gguf":
-        raise LoadFailed(f"{_KEY}.quant_method: 'gguf' is for .gguf files")
+        raise LoadFailed(f"{_KEY}.quant_method: 'gguf' is only for .gguf files")
     _require(method)
     kind = _configs()[method]
     known = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "kwargs")]
@@ -63,12 +63,15 @@ def _configs() -> Mapping[str, Any]:
 
 
 def quantisation_method(fields: Mapping[str, Any]) -> str:
-    """Returns the method under transformers' name. Raises LoadFailed."""
+    """Returns the method under transformers' name. Raises LoadFailed if the method is unknown or keys contradict it."""
     method = fields.get("quant_method")
     width = next((width for width in ("4bit", "8bit") if fields.get(f"load_in_{width}")), None)
     if width is not None:
         if method not in (None, "bitsandbytes", f"bitsandbytes_{width}"):
-            raise LoadFailed(f"{_KEY}.quant_method: {method!r} does not go with load_in_{width}, of bitsandbytes")
+            raise LoadFailed(
+                f"{_KEY}.quant_method: {method!r} cannot be combined with load_in_{width}, which is an option of "
+                "bitsandbytes"
+            )
         return f"bitsandbytes_{width}"
     if method in ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"):
         raise LoadFailed(f"{_KEY}: bitsandbytes needs load_in_4bit or load_in_8bit")
@@ -127,7 +130,7 @@ def _single(value: Any, key: str) -> tuple[str, dict[str, Any]]:
         ((name, arguments),) = value.items()
         if isinstance(arguments, Mapping):
             return str(name), dict(arguments)
-    raise LoadFailed(f"{key}: must be the name of a torchao config, or an object of that name and its arguments")
+    raise LoadFailed(f"{key}: must be the name of a torchao config, or an object that maps this name to its arguments")
 
 
 def quantised_as(location: str, revision: str | None) -> str | None:
@@ -158,10 +161,10 @@ def check_kept(model: Any, method: str, asked: Mapping[str, Any] | None) -> None
     if kept and (method != "gguf" or getattr(quantizer, "packed_modules", None)):
         return
     size = format_bytes(sum(bytes_of(parameter) for parameter in model.parameters()))
-    wanted = f'set {_KEY} to {{"quant_method": "{method}", "dequantize": true}}' if method != "gguf" else "leave it out"
+    wanted = f'set {_KEY} to {{"quant_method": "{method}", "dequantize": true}}' if method != "gguf" else "omit the key"
     raise LoadFailed(
-        f"{_KEY}: {method} weights cannot be kept packed here, transformers has dequantised them to {size}; if that "
-        f"is wanted, {wanted}"
+        f"{_KEY}: {method} weights cannot be kept packed here: transformers has dequantised them to {size}; if you "
+        f"want this, {wanted}"
     )
 
 
@@ -171,7 +174,10 @@ def check_agreed(model: Any, config: Any, asked: Mapping[str, Any]) -> None:
     for key in asked if config_of_checkpoint is not None else ():
         own, wanted = getattr(config_of_checkpoint, key, None), getattr(config, key, None)
         if key != "quant_method" and own != wanted:
-            raise LoadFailed(f"{_KEY}.{key}: {asked[key]!r} is too late, the checkpoint is quantised with {own!r}")
+            raise LoadFailed(
+                f"{_KEY}.{key}: {asked[key]!r} cannot be applied, because the checkpoint is already quantised with "
+                f"{own!r}"
+            )
 
 
 def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
@@ -182,11 +188,11 @@ def wants_packed_gguf(fields: Mapping[str, Any] | None) -> bool:
     if fields is None or fields.get("quant_method") != "gguf":
         return False
     if set(fields) != {"quant_method"}:
-        raise LoadFailed(f"{_KEY}: gguf takes no other keys: without quantization_config a file is dequantised")
+        raise LoadFailed(f"{_KEY}: gguf has no other keys; without quantization_config a GGUF file is dequantised")
     if not is_kernels_available():
         raise LoadFailed(
-            f"{_KEY}: GGUF weights can be kept packed only by a GPU's kernels, for which the package kernels is not "
-            "installed; without quantization_config they are dequantised"
+            f"{_KEY}: GGUF weights can be kept packed only with GPU kernels, which need the package kernels: pip "
+            "install kernels; without quantization_config the weights are dequantised"
         )
     return True
 

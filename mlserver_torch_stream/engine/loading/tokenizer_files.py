@@ -26,7 +26,7 @@ _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")  # an escape with which a JSON key c
 def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     """Loads and checks the tokenizer that the settings name, or else the tokenizer in the model's files.
 
-    Raises LoadFailed.
+    Raises LoadFailed if there is no tokenizer or it cannot be used.
     """
     settings = resolved.settings
 

@@ -133,7 +133,7 @@ def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _run(command: list[str], seconds: float) -> str:
-    """Runs the compiler and returns its output. Raises NoKernels."""
+    """Runs the compiler and returns its output. Raises NoKernels if the compiler fails."""
     compiler = command[0]
     try:
         # The compiler gets its own session, so that a timeout also ends the processes that it starts, such as cc1plus.

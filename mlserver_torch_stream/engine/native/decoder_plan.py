@@ -61,7 +61,7 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
         "numbers": asdict(decoder.numbers),
     }
     if sum(tensor.nbytes for tensor in plan.own.values()) > _MAX_OWN:
-        raise UnsupportedLayout("weights that are not in its files")
+        raise UnsupportedLayout("the model has weights that are not in its files")
     return plan
 
 

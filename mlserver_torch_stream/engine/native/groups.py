@@ -135,7 +135,7 @@ def pack_groups(groups: Groups, to: Tensor) -> None:
             continue
         halves = pad(values, (0, 0, 0, missing)).half()
         if not halves.isfinite().all():
-            raise UnsupportedLayout("weights that are not finite, or larger than float16 holds")
+            raise UnsupportedLayout("the model has weights that are not finite, or larger than float16 holds")
         size = 2 * PANEL * width
         ordered = halves.view(panels, PANEL, count, width).permute(0, 2, 3, 1).contiguous()
         target[:, :, taken : taken + size] = ordered.view(panels, count, -1).view(torch.uint8)

@@ -182,7 +182,7 @@ _WORK = {
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Returns the library, and declares the types of its functions. Raises NoKernels.
+    """Opens the kernels' library and declares the types of its functions. Raises NoKernels if it cannot be loaded.
 
     A call releases the GIL while it runs. A failed call raises MemoryError, or RuntimeError with the message of the C++
     exception.

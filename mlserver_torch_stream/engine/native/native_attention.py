@@ -25,7 +25,7 @@ class NativeAttention(PagedAttention):
     name = "kernels"
 
     def __init__(self, cache_dir: Path) -> None:
-        """Opens the kernels. Raises NoKernels or LoadFailed."""
+        """Opens the kernels. Raises NoKernels or LoadFailed as ``open_kernels`` does."""
         library, self.variant = open_kernels(cache_dir, open_library)
         self._attend = library.native_attend_pages
         self._write = library.native_write_pages
@@ -39,7 +39,7 @@ class NativeAttention(PagedAttention):
     def refusal(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> str | None:
         assert layer.keys is not None and layer.values is not None
         known = _known(query, layer.keys, layer.values)
-        return None if known else f"the kernels do not attend to {query.dtype} on {query.device}"
+        return None if known else f"the kernels do not support {query.dtype} on {query.device}"
 
     def __call__(
         self, query: torch.Tensor, layer: LayerPages, batch: BatchTensors, options: AttentionOptions

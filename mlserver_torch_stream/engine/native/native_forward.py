@@ -161,7 +161,8 @@ class NativeForward(LoadedForward):
         With ``compares`` the kernels' packed weights are compared with the model's weights. At least one load of a
         model must do this.
 
-        Raises NoKernels, UnsupportedLayout or LoadFailed.
+        Raises UnsupportedLayout if the kernels do not support the model, and NoKernels or LoadFailed as
+        ``open_kernels`` does.
         """
         decoder = model if isinstance(model, Decoder) else read_decoder(model)
         kernels, self.variant = open_kernels(options.cache_dir, c.open_library)

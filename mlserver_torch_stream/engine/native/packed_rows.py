@@ -119,7 +119,10 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
 
 
 def embedding_scale(module: nn.Module) -> float:
-    """Calls an embedding to measure the factor by which it multiplies its rows. Raises UnsupportedLayout."""
+    """Calls an embedding to measure the factor by which it multiplies its rows.
+
+    Raises UnsupportedLayout if the embedding changes its rows in any other way.
+    """
     if isinstance(module, PackedEmbedding):
         return module.scale
     if isinstance(module, nn.Embedding) and len(list(module.parameters())) == 1:
@@ -128,7 +131,7 @@ def embedding_scale(module: nn.Module) -> float:
         scale = float(got[-1])
         if torch.allclose(got.float(), row.float() * scale, rtol=0.02, atol=1e-6):
             return scale
-    raise UnsupportedLayout(f"embeddings of type {type(module).__name__}")
+    raise UnsupportedLayout(f"the model has embeddings of type {type(module).__name__}")
 
 
 def _placeholder(rows: PackedRows) -> nn.Parameter:

@@ -31,9 +31,12 @@ ROUNDED = {"int8": Rounding(EIGHT, EIGHT), "int4": Rounding(FOUR_MIN, EIGHT)}
 
 
 def quantise(weight: Tensor, format: GroupFormat) -> Groups:
-    """Returns ``[outputs, inputs]`` in a format of ``ROUNDED``. Raises UnsupportedLayout."""
+    """Rounds a matrix ``[outputs, inputs]`` to a format of ``ROUNDED``.
+
+    Raises UnsupportedLayout if a weight is not finite.
+    """
     if not weight.isfinite().all():
-        raise UnsupportedLayout("weights that are not finite")
+        raise UnsupportedLayout("the model has weights that are not finite")
     grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
     # The kernels hold scales and minima in float16, so the codes are computed from the values that float16 holds.
     minima = grouped.amin(2).half().float() if format.minimum else None

@@ -78,7 +78,7 @@ def _angles_of(module: Any) -> RotaryAngles:
     found = RotaryAngles(module.inv_freq, float(module.attention_scaling))
     x, positions = torch.zeros(1), torch.arange(_POSITIONS)[None]
     if not all(map(torch.equal, found(x, positions), module(x, positions))):
-        raise UnsupportedLayout("positions whose angles are no products with frequencies")
+        raise UnsupportedLayout("the model has positions whose angles are not products of position and frequency")
     return found
 
 
@@ -90,7 +90,7 @@ class RotaryTable:
     """
 
     def __init__(self, rotary: Rotary | LayerRotary) -> None:
-        """Raises UnsupportedLayout."""
+        """Raises UnsupportedLayout for a rotation that the kernels do not support."""
         self._ropes = rotary.ropes if isinstance(rotary, LayerRotary) else (rotary,)
         self.cos, self.sin = self._make(_POSITIONS)
 
@@ -112,7 +112,7 @@ class RotaryTable:
     def _make(self, positions: int) -> tuple[Tensor, Tensor]:
         tables = [_halves(rope, positions) for rope in self._ropes]
         if len({cos.shape for cos, _ in tables}) > 1:
-            raise UnsupportedLayout("layers that rotate different numbers of dimensions")
+            raise UnsupportedLayout("the model has layers that rotate different numbers of dimensions")
         cos, sin = (torch.stack(parts, 1) for parts in zip(*tables, strict=True))
         return cos, sin
 
@@ -123,5 +123,5 @@ def _halves(rope: Rotary, positions: int) -> tuple[Tensor, Tensor]:
     cos, sin = (part[0].float() for part in rope(x, torch.arange(positions)[None]))
     half = cos.shape[1] // 2
     if not (torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])):
-        raise UnsupportedLayout("a rotation of interleaved dimensions")
+        raise UnsupportedLayout("the model has a rotation of interleaved dimensions")
     return cos[:, :half].contiguous(), sin[:, :half].contiguous()

@@ -177,7 +177,7 @@ class Decoder:
 
 
 def read_decoder(model: Any) -> Decoder:
-    """Reads transformers' model as a ``Decoder``. Raises UnsupportedLayout."""
+    """Reads transformers' model as a ``Decoder``. Raises UnsupportedLayout if the model differs from the layout."""
     reader = _StructureReader()
     base = reader.child(model, "model")
     head = reader.linear(model, "lm_head")
@@ -190,11 +190,11 @@ def read_decoder(model: Any) -> Decoder:
     decoder_layers = tuple(reader.layer(layer, kinds) for layer in layers)
     left = [name for name, parameter in model.named_parameters() if id(parameter) not in reader.parameter_ids]
     if left:
-        raise UnsupportedLayout(f"the parameter {left[0]} has no place in the layout")
+        raise UnsupportedLayout(f"the parameter {left[0]} does not belong to the layout")
     _check_placement(model)
     unknown = unknown_field(model.config)
     if unknown is not None:
-        raise UnsupportedLayout(f"its config has {unknown}, which the kernels do not know")
+        raise UnsupportedLayout(f"its config has {unknown}, which the kernels do not support")
     shared = reader.shared_values()
     return Decoder(
         layers=decoder_layers,
@@ -244,7 +244,7 @@ class _StructureReader:
         parts = [self.child(module, name) for name in names]
         for part in parts:
             if type(part) not in (nn.Linear, PackedLinear):
-                raise UnsupportedLayout(f"a projection of type {type(part).__name__}")
+                raise UnsupportedLayout(f"the model has a projection of type {type(part).__name__}")
             self.take(part.weight, part.bias)
         return Projection(tuple(map(_weights, parts)), tuple(part.bias for part in parts))
 
@@ -257,7 +257,7 @@ class _StructureReader:
         norm_names = {name for name, _ in layer.named_children()} & _NORM_NAMES
         roles = next((each for each in _NORM_ROLES if set(each.values()) == norm_names), None)
         if roles is None:
-            raise UnsupportedLayout(f"a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
+            raise UnsupportedLayout(f"the model has a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
         norms = {role: self.norm(layer, name) for role, name in roles.items()}
         fused = hasattr(mlp, "gate_up_proj")
         gate_up = self.linear(mlp, "gate_up_proj") if fused else self.linear(mlp, "gate_proj", "up_proj")
@@ -274,7 +274,7 @@ class _StructureReader:
 
     def _qkv(self, attention: Any) -> Projection:
         if not hasattr(attention, "head_dim"):
-            raise UnsupportedLayout("attention without one head_dim for queries, keys and values")
+            raise UnsupportedLayout("the model has attention without one head_dim for queries, keys and values")
         head_dim = int(attention.head_dim)
         out = self.child(attention, "o_proj").weight
         heads = out.shape[1] // head_dim
@@ -282,7 +282,7 @@ class _StructureReader:
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         qkv = self.linear(attention, *names)
         if sum(weight.shape[0] for weight in qkv.weights) != (heads + 2 * kv_heads) * head_dim:
-            raise UnsupportedLayout("query, key and value projections of unexpected sizes")
+            raise UnsupportedLayout("the model has query, key and value projections of unexpected sizes")
         self.note(
             heads=heads,
             kv_heads=kv_heads,
@@ -296,7 +296,7 @@ class _StructureReader:
         names = {"query": "q_norm", "key": "k_norm"}
         norms = {role: self.norm(attention, name) for role, name in names.items() if hasattr(attention, name)}
         if len(norms) == 1:
-            raise UnsupportedLayout("a norm of queries or keys alone")
+            raise UnsupportedLayout("the model has a norm of only the queries or only the keys")
         self.note(whole_qk_norm=bool(norms) and norms["query"].numel() != attention.head_dim)
         return norms
 
@@ -334,7 +334,7 @@ def _activation(function: Any) -> str:
     for name, expected in known.items():
         if callable(function) and torch.allclose(function(x), expected, atol=1e-5):
             return name
-    raise UnsupportedLayout("an activation other than silu and tanh-gelu")
+    raise UnsupportedLayout("the model has an activation other than silu and tanh-gelu")
 
 
 def _rotary(base: Any) -> tuple[Rotary | LayerRotary, Sequence[str]]:
@@ -344,9 +344,9 @@ def _rotary(base: Any) -> tuple[Rotary | LayerRotary, Sequence[str]]:
     if isinstance(kind, dict) and kind and all(each in _STATIC_ROPE for each in kind.values()):
         return LayerRotary(tuple(KindRotary(rotary, name) for name in kind)), tuple(kind)
     if kind == "longrope" and not _same_factors(rotary.config):
-        raise UnsupportedLayout("positions that change with the length of a sequence")
+        raise UnsupportedLayout("the model has positions that change with the length of a sequence")
     if isinstance(kind, dict) or kind not in (*_STATIC_ROPE, "longrope"):
-        raise UnsupportedLayout(f"positions of kind {kind!r}")
+        raise UnsupportedLayout(f"the model has positions of kind {kind!r}")
     return rotary, ()
 
 
@@ -355,7 +355,7 @@ def _rope(attention: Any, kinds: Sequence[str]) -> int:
         return 0
     kind = getattr(attention, "layer_type", None)
     if kinds and kind not in kinds:
-        raise UnsupportedLayout(f"positions of layers of kind {kind!r}")
+        raise UnsupportedLayout(f"the model has layers of kind {kind!r}, which have no rope of their own")
     return 1 + (kinds.index(kind) if kinds else 0)
 
 
@@ -371,4 +371,4 @@ def _check_placement(model: Any) -> None:
     if kinds not in ({("cpu", torch.bfloat16)}, {("cpu", torch.float32)}):
         raise UnsupportedLayout(f"parameters are {', '.join(sorted(f'{dtype} on {place}' for place, dtype in kinds))}")
     if any(hasattr(module, "_hf_hook") or module._forward_hooks for module in model.modules()):
-        raise UnsupportedLayout("modules with hooks")
+        raise UnsupportedLayout("the model has modules with hooks")

@@ -31,7 +31,7 @@ from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Roundin
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
 _COMPARED = 8  # the number of inputs of each output that are compared
-_OTHER_INPUTS = "parts of one matrix with different inputs"
+_OTHER_INPUTS = "the model has a matrix whose parts have different numbers of inputs"
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
@@ -51,7 +51,7 @@ class Packer:
 
         Each of the ``parts`` has rows ``[outputs, …]``, each row contiguous, and the number of the rows' block format.
         ``order`` is the ``row_order`` of the parts. ``groups`` is the number of groups in a row or, for a dense row, of
-        32-bit words. Raises UnsupportedLayout.
+        32-bit words. Raises UnsupportedLayout if the kernels refuse the weights.
         """
         addresses = [data.data_ptr() + torch.arange(len(data)) * data.stride(0) * data.itemsize for data, _ in parts]
         kinds = [torch.full((len(data),), kind) for data, kind in parts]
@@ -139,7 +139,7 @@ class GroupedMatrix:
         matrix = c.KernelMatrix(panels.data_ptr(), len(weights), self._inputs, None, self.format.number)
         packer.kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), packer.threads)
         if ((got.t() - weights).abs() > _ROUNDING * largest).any():
-            raise UnsupportedLayout("the kernels read other weights than were packed")
+            raise UnsupportedLayout("the kernels read weights that differ from the packed ones")
 
     def _rows(self, order: Tensor) -> Groups:
         count, groups = len(order), -(-self._inputs // GROUP)
@@ -174,11 +174,11 @@ class PackedWeights:
     def __init__(self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None) -> None:
         """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded.
 
-        Raises UnsupportedLayout.
+        Raises UnsupportedLayout if the kernels do not support the weights.
         """
         if rounded is not None and decoder.dtype != torch.bfloat16:
             raise UnsupportedLayout(
-                f"the model is in {str(decoder.dtype).removeprefix('torch.')}, set dtype to bfloat16"
+                f"the model is in {str(decoder.dtype).removeprefix('torch.')}; set dtype to bfloat16"
             )
         self._kept: list[object] = []
         self._rounded = rounded
@@ -253,12 +253,12 @@ class DenseMatrix:
         self.bytes = len(self.order) * int(parts[0].shape[1]) * dtype.itemsize
 
     def pack(self, to: Tensor, packer: Packer) -> None:
-        """Writes the panels to ``to``, as bytes. Raises UnsupportedLayout."""
+        """Writes the panels to ``to``, as bytes. Raises UnsupportedLayout if the kernels do not support the parts."""
         dense = [part.to(self._dtype).contiguous() for part in self._parts if isinstance(part, Tensor)]
         inputs = dense[0].shape[1]
         bytes_of_row = inputs * dense[0].itemsize
         if bytes_of_row % 4:
-            raise UnsupportedLayout(f"a projection of {inputs} inputs")
+            raise UnsupportedLayout(f"the model has a projection with {inputs} inputs")
         if any(part.shape[1] != inputs for part in dense):
             raise UnsupportedLayout(_OTHER_INPUTS)
         packer.pack([(part, 0) for part in dense], self.order, bytes_of_row // 4, self.number, to)
@@ -278,7 +278,7 @@ def _shape(decoder: Decoder) -> c.KernelShape:
     if "query" in layer.norms:
         kind = c.WHOLE if decoder.whole_qk_norm else c.PER_HEAD
     if decoder.numbers.head_dim > 512 or decoder.numbers.head_dim * decoder.dtype.itemsize % 4:
-        raise UnsupportedLayout(f"heads of {decoder.numbers.head_dim} dimensions")
+        raise UnsupportedLayout(f"the model has heads of {decoder.numbers.head_dim} dimensions")
     return c.KernelShape(
         hidden=decoder.embedding.shape[1],
         inner=layer.down.weights[0].shape[1],

@@ -88,7 +88,8 @@ def _nothing_to_choose(row: RowSampler) -> str:
     if row.matcher is None:
         return NOT_FINITE
     return (
-        f"no token that the constraint allows can follow: bad_words or other parameters exclude them, or {NOT_FINITE}"
+        "no token that the constraint allows can be chosen: bad_words or other parameters exclude these tokens, or "
+        f"{NOT_FINITE}"
     )
 
 

@@ -291,7 +291,7 @@ class SequencePages:
 
 @dataclass(eq=False, slots=True)  # a frozen dataclass takes three times as long to create
 class StepPart:
-    """A sequence's part of a step; ``input`` is the form in which the forward gets it.
+    """A sequence's part of a step; ``input`` is this part as the forward receives it.
 
     ``samples`` are the sequences that get a token from this part's logits: none for a chunk before the end of a prompt,
     all ``n`` sequences of the request for the last chunk, and the sequence itself while it decodes. ``drafts`` are the

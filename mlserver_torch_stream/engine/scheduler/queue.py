@@ -214,7 +214,9 @@ Refusal = Callable[[int, int, int], str | None]
 
 
 class Admission:
-    """Checks requests before they are queued. They raise QueueFull, or InvalidInput, which names the field.
+    """Checks requests before they are queued.
+
+    The checks raise QueueFull, or InvalidInput if a request can never run; this error names the field.
 
     The class also counts the requests in the engine's inbox, which the batcher has not accepted yet.
     """
@@ -242,7 +244,7 @@ class Admission:
     def check(self, requests: Sequence[EngineRequest], refusal: Refusal) -> None:
         most = self._queue_limits.max_queued_requests
         if len(requests) > most:
-            raise InvalidInput("text_input", f"{len(requests)} prompts are more than the queue's {most}")
+            raise InvalidInput("text_input", f"{len(requests)} prompts are too many: at most {most} may wait")
         for request in requests:
             self.check_prompt(request, request.prompt_ids, len(request.prompt_ids), refusal, whole=not request.open)
 
@@ -265,7 +267,7 @@ class Admission:
         """Refuses ids without an embedding: a tokenizer can have more ids than the model, and a GPU fails on them."""
         size = self._info.vocab_size
         if prompt_ids and not (min(prompt_ids) >= 0 and max(prompt_ids) < size):
-            raise InvalidInput("text_input", f"holds a token outside the model's vocabulary of {size}")
+            raise InvalidInput("text_input", f"contains a token id outside the model's vocabulary of {size} tokens")
 
     def _check_size(self, request: EngineRequest, prompt: int, refusal: Refusal) -> None:
         context, asked = self._info.max_model_len, request.sampling.max_tokens
@@ -290,10 +292,12 @@ class Admission:
         limits, waiting = self._queue_limits, self.waiting(stats)
         most, retry_after = limits.max_queued_requests, self.service_rate.seconds_for(waiting)
         if waiting + len(requests) > most:
-            raise QueueFull(f"{waiting} prompts are waiting already, of {most} allowed", retry_after)
+            raise QueueFull(f"{waiting} prompts are waiting already; at most {most} may wait", retry_after)
         tokens = self._submitted_tokens - self._accepted_tokens + stats.waiting_tokens
         tokens += sum(len(request.prompt_ids) for request in requests)
         if limits.max_queued_tokens is not None and waiting and tokens > limits.max_queued_tokens:
-            raise QueueFull(f"{tokens} prompt tokens would wait, of {limits.max_queued_tokens} allowed", retry_after)
+            raise QueueFull(
+                f"{tokens} prompt tokens would wait; at most {limits.max_queued_tokens} may wait", retry_after
+            )
         if open_prompts >= most and any(request.open for request in requests):
-            raise QueueFull(f"{open_prompts} prompts are being sent in pieces already, of {most} allowed", 1)
+            raise QueueFull(f"{open_prompts} prompts are being sent in pieces already; at most {most} are allowed", 1)

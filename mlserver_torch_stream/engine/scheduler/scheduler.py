@@ -200,8 +200,8 @@ class Scheduler:
         if fits_alone(self._spec, self.limits, sequences, prompt, final_length):
             return None
         return (
-            f"{sequences} x {final_length} tokens never fit at most {self.limits.max_num_seqs} sequences "
-            f"and {format_bytes(self.limits.cache_bytes)} of KV cache"
+            f"{sequences} sequences of {final_length} tokens can never run: the limits are {self.limits.max_num_seqs} "
+            f"sequences and {format_bytes(self.limits.cache_bytes)} of KV cache"
         )
 
     def add(self, request: RequestState) -> None:
@@ -279,7 +279,7 @@ class Scheduler:
         tokens = self.ledger.fitting(scheduled, tokens) or self._preempt(scheduled, tokens, draft, busy)
         if not tokens:
             return
-        assert scheduled.part is None, "a part is neither in flight nor back"
+        assert scheduled.part is None, "the sequence already has a part in flight"
         end = scheduled.computed + tokens
         self.ledger.take_slot(scheduled)
         copies = scheduled.pages.extend(end)

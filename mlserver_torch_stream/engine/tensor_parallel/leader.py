@@ -165,7 +165,7 @@ class Leader:
         with self._sending_lock:
             self.check()
             if self._over.is_set():
-                raise RanksLost("the ranks were let go")
+                raise RanksLost("the other ranks were stopped")
             self.note(operation, *numbers)
             try:
                 self._send()
@@ -175,9 +175,9 @@ class Leader:
                 raise
 
     def all_raised(self) -> bool:
-        """Blocks.
+        """Returns whether all ranks have raised errors at the same place of this forward, so that they can continue.
 
-        Returns whether all ranks have raised errors at the same place of this forward, so that they can continue.
+        Blocks until the ranks have compared their places.
         """
         return self._group.all_raised()
 

@@ -137,7 +137,7 @@ _REFUSAL = "mlserver-torch-stream/refusal"
 def form(size: int, environ: Mapping[str, str], module: str = MODULE) -> tuple[RankGroup, RankProcesses]:
     """Forms a new group as its rank 0. Unless a launcher has started the other ranks, they run ``module``.
 
-    Raises LoadFailed.
+    Raises LoadFailed if the group cannot be formed.
     """
     if not _FORMING.acquire(blocking=False):
         raise LoadFailed(f"{KEY}: another model in this process is being split over ranks")
@@ -152,7 +152,7 @@ def form(size: int, environ: Mapping[str, str], module: str = MODULE) -> tuple[R
 def _form_launched(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, RankProcesses]:
     started = int(environ["WORLD_SIZE"])
     if started != size:
-        raise LoadFailed(f"{KEY}: {size} ranks are wanted and {started} were started")
+        raise LoadFailed(f"{KEY}: {size} ranks are needed, but {started} were started")
     if _GROUP_USED.is_set():
         raise LoadFailed(f"{KEY}: these ranks have loaded a model before: start all processes again")
     group = find_launched(environ)
@@ -162,7 +162,7 @@ def _form_launched(size: int, environ: Mapping[str, str]) -> tuple[RankGroup, Ra
 
 def _form_local(size: int, module: str) -> tuple[RankGroup, RankProcesses]:
     if torch.cuda.is_available() and torch.cuda.device_count() < size:
-        raise LoadFailed(f"{KEY}: {size} GPUs are wanted and {torch.cuda.device_count()} are here")
+        raise LoadFailed(f"{KEY}: {size} GPUs are needed, but this machine has {torch.cuda.device_count()}")
     # Other machines must not reach these ranks; torch would listen on the address of the host's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -27,7 +27,7 @@ def check_settings(settings: EngineSettings) -> None:
     for key, allowed in _NEEDS.items():
         value = getattr(settings, key)
         if value not in allowed:
-            raise LoadFailed(f"{KEY}: {settings.tensor_parallel_size} does not go with {key}: {value!r}")
+            raise LoadFailed(f"{KEY}: {settings.tensor_parallel_size} cannot be combined with {key}: {value!r}")
 
 
 def check_launched(sizes: Mapping[str, int], started: int) -> None:
@@ -37,16 +37,18 @@ def check_launched(sizes: Mapping[str, int], started: int) -> None:
     """
     for name, size in sizes.items():
         if size not in (1, started):
-            raise LoadFailed(f"{KEY}: {size} ranks are wanted by model {name!r} and {started} were started")
+            raise LoadFailed(f"{KEY}: model {name!r} needs {size} ranks, but {started} were started")
     if sizes and started not in sizes.values():
         names = ", ".join(map(repr, sizes))
-        raise LoadFailed(f"{KEY}: {started} ranks were started and no model is split, of {names}: set it to {started}")
+        raise LoadFailed(
+            f"{KEY}: {started} ranks were started, but no model ({names}) is split over them: set it to {started}"
+        )
 
 
 def check_model(config: Any, size: int) -> None:
     """Raises LoadFailed if transformers cannot give each of ``size`` ranks whole attention heads of the model."""
     if getattr(config, "quantization_config", None):
-        raise LoadFailed(f"{KEY}: this checkpoint is quantised, which ranks do not split")
+        raise LoadFailed(f"{KEY}: this checkpoint is quantised, and ranks cannot split quantised weights")
     text = config.get_text_config(decoder=True)
     layers = layer_configs(text)
     heads = math.gcd(*(n if isinstance(n := getattr(each, "num_attention_heads", None), int) else 0 for each in layers))

@@ -103,7 +103,7 @@ def tool_grammar(
 def json_answer(constraint: Constraint) -> str:
     """Returns the JSON constraint as a Lark rule. Raises InvalidInput for a constraint of another kind."""
     if constraint.kind not in (ConstraintKind.JSON_SCHEMA, ConstraintKind.JSON_OBJECT):
-        raise InvalidInput(constraint.field, "beside tools only JSON is implemented")
+        raise InvalidInput(constraint.field, "only JSON is implemented if the request has tools")
     schema = json.loads(constraint.source) if constraint.kind is ConstraintKind.JSON_SCHEMA else _ANY
     return _json(schema if isinstance(schema, dict) else {"allOf": [schema]}, lenient=False)
 
@@ -296,9 +296,11 @@ class ChatFormat:
         choice = prompt.tool_choice
         if self._spelling is None and not choice.forced:
             if choice.strict:
-                raise InvalidInput("tools", "strict functions need a forced call with this model's way to write calls")
+                raise InvalidInput(
+                    "tools", "strict functions are implemented for this model only if tool_choice forces a call"
+                )
             if text is not None:
-                raise InvalidInput(text.field, "beside tools is not implemented for this model's way to write calls")
+                raise InvalidInput(text.field, "is not implemented for this model if the request has tools")
         answer = None if text is None or choice.forced else json_answer(text)
         grammar = tool_grammar(self._spelling or HERMES, _functions(prompt), choice, self._call_marks, answer)
         return None if grammar is None else Constraint(ConstraintKind.GRAMMAR, grammar, "tools")
@@ -328,7 +330,7 @@ def _declared(tokenizer: PreTrainedTokenizerBase, tool_parser: str, shown: str |
         template = AnswerTemplate(declared)
     except (ValueError, TypeError, KeyError) as error:
         if tool_parser == TEMPLATE:
-            raise SettingsError(f"tool_parser: no response_template: {error}") from error
+            raise SettingsError(f"tool_parser: no usable response_template: {error}") from error
         logger.warning("the tokenizer's response_template is not used: %s", error)
         return None
     return None if template.calls is None and shown is not None and tool_parser == AUTO else template

@@ -186,5 +186,5 @@ def _head(spelling: RegionSpelling, raw: str) -> int:
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:
     function = call["function"]
     if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
-        raise TypeError("is no call")
+        raise TypeError("is not a call")
     return function["name"], json.dumps(function["arguments"], ensure_ascii=False)

@@ -31,7 +31,7 @@ MAX_BYTES = 2**30  # the address space that a job may use, beside the space for 
 MAX_REPLY_BYTES = 2**27
 _MAX_START_S = 60.0
 _MAX_IDLE = 2  # processes that wait for a job, of some 60 MB each
-_NO_PROCESS = "no process can be started for what the model's files do with text"
+_NO_PROCESS = "no process can be started for the model's chat template and tokenizer"
 _PIECE = 2**18
 
 
@@ -134,7 +134,7 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
-        """Raises _LimitExceeded."""
+        """Sends a job and returns its reply. Raises _LimitExceeded if the job exceeds a limit or ends the process."""
         end = time.monotonic() + seconds
         pieces: list[bytes] = []
         size = 0

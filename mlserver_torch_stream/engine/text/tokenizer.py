@@ -262,7 +262,7 @@ def _require_unicode(text: str, field: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidInput(field, "is not valid Unicode: it holds half of a surrogate pair") from error
+        raise InvalidInput(field, "is not valid Unicode: it contains half of a surrogate pair") from error
 
 
 def _reason(error: BaseException) -> str:

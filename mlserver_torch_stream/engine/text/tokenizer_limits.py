@@ -36,7 +36,7 @@ def expansion(tokenizer: PreTrainedTokenizerBase) -> float:
             times *= _times(part)
         if times > MAX_EXPANSION:
             raise LoadFailed(
-                f"the tokenizer's {name} can make a text {times:.3g} times as long: at most {MAX_EXPANSION}"
+                f"the tokenizer's {name} can make a text {times:.3g} times as long; the limit is {MAX_EXPANSION}"
             )
         if name == "normalizer":
             growth = times

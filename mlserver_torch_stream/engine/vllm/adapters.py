@@ -1,4 +1,4 @@
-"""The LoRA adapters of one model in vLLM: assigns numbers to them, and loads and unloads them while the model serves.
+"""Numbers the LoRA adapters of one model in vLLM, and loads and unloads them while the model serves requests.
 
 If the worker is restarted, the new worker loads the adapters that are loaded at that time.
 """
@@ -60,7 +60,7 @@ class LoraAdapters:
         if name in self.numbers:
             raise InvalidInput("lora_name", f"an adapter {name!r} is loaded already, or is being loaded or unloaded")
         if len(self.numbers) >= MAX_ADAPTERS:
-            raise InvalidInput("lora_name", f"{MAX_ADAPTERS} adapters are loaded already, of {MAX_ADAPTERS} allowed")
+            raise InvalidInput("lora_name", f"{MAX_ADAPTERS} adapters are loaded already, which is the maximum")
         self._last_number += 1
         adapter = Adapter(name, self._last_number, path)
         self.numbers[name] = adapter.number  # at once, so that a second load of the same name is refused

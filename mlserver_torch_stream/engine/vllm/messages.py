@@ -22,7 +22,7 @@ from mlserver_torch_stream.log_text import log_text
 PROTOCOL = 1
 MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
 VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can host
-PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest of the worker
+PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest Python version that the worker runs on
 REASONS = ("stop", "length", "abort", "error")  # why a sequence ends
 _IDS = "I"
 _MAX_ID = 2**32 - 1
@@ -276,7 +276,7 @@ class StartOrder:
     @classmethod
     def decode(cls, header: Mapping[str, Any]) -> StartOrder:
         if header.get("t") != "start" or header.get("protocol") != PROTOCOL:
-            raise BrokenFrame(f"a server of protocol {header.get('protocol')!r}, not {PROTOCOL}")
+            raise BrokenFrame(f"the server uses protocol {header.get('protocol')!r}, not {PROTOCOL}")
         try:
             adapters = [Adapter(**each) for each in header["adapters"]]
             return cls(dict(header["args"]), int(header["cpu_kv_cache_bytes"]), adapters)

@@ -95,7 +95,7 @@ class VllmBatcher(Batcher):
             if self._closing.is_set():
                 process.kill()
             if not wait({process.ready}, _RESTART_S).done:
-                raise LoadFailed(f"vLLM was started again, and was not ready within {_RESTART_S:g} s")
+                raise LoadFailed(f"vLLM was started again, but was not ready within {_RESTART_S:g} s")
             process.ready.result()
         except BaseException:
             process.wait()
@@ -307,7 +307,7 @@ class VllmBatcher(Batcher):
         self.count(**{_COUNTERS.get(name, name): getattr(stats, name) for name in COUNTS})
 
     def _gauge(self) -> None:
-        """Takes a new snapshot.
+        """Takes a new snapshot of the stats.
 
         The worker's numbers describe its newest step, so sequences that have come or gone since then are not
         considered.

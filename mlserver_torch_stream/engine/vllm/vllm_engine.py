@@ -1,5 +1,5 @@
-"""Loads a model into vLLM: makes the engine arguments, starts the worker, and prepares what the server does itself: the
-text.
+"""Loads a model into vLLM: makes the engine arguments, starts the worker, and prepares the handling of text, which the
+server does itself.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from mlserver_torch_stream.work_threads import cancellation
 logger = logging.getLogger(__name__)
 ENV_PYTHON = "MLSERVER_TORCH_STREAM_VLLM_PYTHON"
 _INSTALL = (
-    "it needs an interpreter with vLLM: `python3.11 -m venv vllm-env`, `vllm-env/bin/pip install vllm==0.32.0`, "
-    'then "vllm_python": "vllm-env/bin/python" in parameters.extra'
+    "it needs an interpreter with vLLM: run `python3.11 -m venv vllm-env` and `vllm-env/bin/pip install vllm==0.32.0`, "
+    'then set "vllm_python": "vllm-env/bin/python" in parameters.extra'
 )
 _CONVERT = (
-    "vLLM does not serve GGUF files here: name the checkpoint that the file was made of, or convert the file with "
+    "vLLM does not serve GGUF files here: name the checkpoint that the file was made from, or convert the file with "
     "transformers: AutoModelForCausalLM.from_pretrained(folder, gguf_file=name).save_pretrained(other_folder), and the "
     "same for AutoTokenizer"
 )
@@ -57,8 +57,9 @@ _DELAYS_S = (1.0, 5.0, 20.0)  # before a restart after one death of the last ten
 def run_vllm(
     resolved: ResolvedSettings, threads: int, resources: ProcessResources, on_death: OnDeath | None
 ) -> RunningEngine:
-    """Blocks until the worker is ready. ``threads`` is the number of cores for all ranks of the worker together. Raises
-    LoadFailed.
+    """Loads a model into vLLM, and returns its engine when the worker is ready. Blocks until then.
+
+    ``threads`` is the number of cores for all ranks of the worker together. Raises LoadFailed if the load fails.
     """
     settings, source = resolved.settings, resolved.source
     if source.kind in ("embedded", "gguf"):

@@ -278,7 +278,7 @@ class VllmProcess:
         with self._calling:
             answer = self._calls.pop(header.get("call", 0), None)
         if answer is None:
-            raise BrokenFrame("an answer to no call")
+            raise BrokenFrame("an answer to an unknown call")
         if header.get("error") is None:
             answer.set_result(None)
         else:

@@ -79,7 +79,7 @@ def _version() -> str:
 
 
 class StartRefused(Exception):
-    """The worker cannot start. ``field`` is the wrong key of the settings, if the reason is a setting."""
+    """Raised if the worker cannot start. ``field`` is the wrong key of the settings, if the reason is a setting."""
 
     def __init__(self, why: str, field: str | None = None) -> None:
         super().__init__(why)
@@ -125,9 +125,9 @@ def _start(order: StartOrder, steps: Steps) -> Any:
     if not version:
         raise StartRefused(f"vllm is not installed for {sys.executable}")
     if not version.startswith(tuple(f"{each}." for each in VERSIONS)):
-        raise StartRefused(f"vLLM {version} is not one of those that this server works with: {', '.join(VERSIONS)}")
+        raise StartRefused(f"vLLM {version} is not a version that this server supports: {', '.join(VERSIONS)}")
     if not PYTHONS[0] <= python <= PYTHONS[1]:
-        raise StartRefused(f"Python {python[0]}.{python[1]} is not one of 3.10 to 3.13")
+        raise StartRefused(f"Python {python[0]}.{python[1]} is not supported; vLLM's interpreter must be 3.10 to 3.13")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -144,8 +144,8 @@ def _start(order: StartOrder, steps: Steps) -> Any:
             args.setdefault("kv_cache_memory_bytes", order.cpu_kv_cache_bytes)
         if args.get("enable_lora"):
             args.update(with_an_empty_slot(args, len(order.adapters)))
-    # The context chooses the defaults of a step: on an H100 1,024 sequences and 8,192 tokens as in `vllm serve`, and
-    # without a context 128 and 2,048 (0.32).
+    # The usage context determines the default limits of a step: on an H100, 1,024 sequences and 8,192 tokens as in
+    # `vllm serve`; without a context, 128 and 2,048 (0.32).
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(**args), usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[steps.logger]
     )
@@ -178,7 +178,7 @@ def _as_config(name: str, value: Any, field: Any) -> Any:
 
 
 class Steps:
-    """Collects the stats of the steps of all vLLM's engine cores. ``news`` is set when there is something to send."""
+    """Collects the step stats of all of vLLM's engine cores. ``news`` is set when there is something to send."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
@@ -375,7 +375,10 @@ class Worker:
         from vllm.lora.request import LoRARequest
 
         if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
-            raise ValueError(f"on CPUs at most max_loras adapters can be loaded, which is {self._max_adapters} in vllm")
+            raise ValueError(
+                f"at most {self._max_adapters} adapters can be loaded on CPUs; set a larger max_loras in "
+                "parameters.extra.vllm"
+            )
         request = self._adapters[adapter.number] = LoRARequest(adapter.name, adapter.number, adapter.path)
         try:
             await self._llm.add_lora(request)
