@@ -111,7 +111,7 @@ def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
 
 
 def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
-    """Returns the tokens that have other characters than letters. No answer may have them, as some have no event."""
+    """Returns the tokens that are not only letters. No answer gets them, because a token without text has no event."""
     without = torch.ones(vocabulary, dtype=torch.bool)
     tokens = Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab().items()
     without[[number for text, number in tokens if re.fullmatch("[Ġ▁]?[A-Za-z]+", text)]] = False

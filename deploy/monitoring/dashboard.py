@@ -99,7 +99,7 @@ ROWS: dict[str, list[Panel]] = {
     "Requests": [
         Panel(
             "Requests per second, by their end",
-            "A request counts as its worst sequence ended; refused requests never reached the engine.",
+            "A request counts under the finish reason of its worst sequence; refused requests never reached the engine.",
             "reqps",
             {"{{finish_reason}}": _rate("requests_total", "finish_reason")},
             stacked=True,
@@ -131,7 +131,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "In the queue",
-            "The time until the prompt begins to be computed.",
+            "The time before the prompt is computed.",
             "s",
             _quantiles("request_queue_time", 0.5, 0.95, 0.99),
         ),
