@@ -99,7 +99,7 @@ ROWS: dict[str, list[Panel]] = {
     "Requests": [
         Panel(
             "Requests per second, by their end",
-            "A request counts under the finish reason of its worst sequence; refused requests never reached the engine.",
+            "A request has the finish reason of its worst sequence; refused requests never reached the engine.",
             "reqps",
             {"{{finish_reason}}": _rate("requests_total", "finish_reason")},
             stacked=True,

@@ -21,13 +21,13 @@ GRPC_STORE = (
     Stored("stateful", handlers.STATEFUL, SEQUENCES),
 )
 _KINDS = ("str", "unicode", "bytes", "bytearray", "int", "none", "dict", "list", "tensor", "nan", "set")
-_CODE = "the code says what is wrong"
+_CODE = "our gRPC code fits the error"
 _NO_METADATA = "TorchServe drops metadata"
 _PIECES = "here the reply joins all pieces; TorchServe's worker dies after the first"
 _NO_PIECES = "TorchServe's worker dies after the answer"
 _NAMES_SEQUENCE = "TorchServe leaves `sequence_id` of responses empty"
 _STARTED = "here a sequence that starts without an id is given one"
-_ENDS_CALL = "the code says what is wrong, and the call goes on"
+_ENDS_CALL = "our gRPC code fits the error, and the call goes on"
 _INFERENCE = "here only the management API needs a token"
 _CODES = (400, 404, 409, 413, 429, 500, 503)
 

@@ -16,7 +16,7 @@ _DESCRIBED = (
     "keys in another order; `maxRetryTimeoutInSec` is not honoured; without sequences `maxNumSequence` and "
     "`maxSequenceJobQueueSize` are 1"
 )
-_DOCUMENT = "the document names the paths that this server has"
+_DOCUMENT = "our document describes the paths of our server"
 
 MANAGEMENT = (
     Case("the models", _manage("GET", "/models")),

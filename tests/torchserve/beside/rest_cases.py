@@ -8,17 +8,17 @@ from __future__ import annotations
 from tests.torchserve.beside.case import Case
 
 JSON = "-H 'content-type: application/json'"
-SAID = "the message says what has happened"
+SAID = "our message gives the reason"
 _TEXT = "-H 'content-type: text/plain'"
-_ALONE = "a failed batch is run again, each request alone"
+_ALONE = "here the requests of a failed batch are run again, each alone"
 DEFAULT = "TorchServe takes the first version registered, our server the newest; `defaultVersion` sets it on both"
-_NO_MODEL = "its path names no model, and MLServer has a route of its own there"
-_DOCUMENT = "the document names the paths that this server has"
-_CLOSED = "the reply says that the connection is closed"
-_DEAD = "503 here: the worker is started again, and the request may be sent again"
-_METHODS = "TorchServe calls the handler for any method"
+_NO_MODEL = "the path names no model, and MLServer has its own route there"
+_DOCUMENT = "our document describes the paths of our server"
+_CLOSED = "our reply says that the connection is closed"
+_DEAD = "503 here, because the worker is started again and the request may be sent again"
+_METHODS = "TorchServe calls the handler for every method"
 _OLDER = "here the handler gets the header `explain` on this path, too"
-_OTHER_PATHS = "other paths are MLServer's, with its errors"
+_OTHER_PATHS = "all other paths are MLServer's, which has its own errors"
 _UNSENDABLE = ("tensor-in-a-dict", "numpy", "set")
 
 
@@ -89,7 +89,7 @@ PATHS = (
     Case("PATCH", "curl -X PATCH /predictions/class -d data=2", why=_METHODS),
     Case("HEAD", "curl -I /predictions/class", why=_METHODS),
     Case("`GET /ping`", "curl /ping"),
-    Case("`POST /ping`", "curl -X POST /ping", why="only GET and HEAD ask for health"),
+    Case("`POST /ping`", "curl -X POST /ping", why="here only GET and HEAD are accepted"),
     Case("`HEAD /ping`", "curl -I /ping"),
     Case("an unknown path", "curl /nothing/at/all/here", why=_OTHER_PATHS),
     Case("a description of the API", "curl -X OPTIONS /", why=_DOCUMENT),
@@ -98,7 +98,7 @@ PATHS = (
     Case(
         "`/invocations`",
         "curl '/invocations?model_name=echo' -d data=hello",
-        why="its path names no model, and MLServer has a route of its own there",
+        why="the path names no model, and MLServer has its own route there",
     ),
     Case("`/{model}/predict`", "curl /echo/predict -d data=hello", why=_OLDER),
     Case("an explanation", f"curl /explanations/class {_TEXT} -d 2"),
@@ -112,7 +112,7 @@ HEADERS = (
     Case(
         "a prefix of the request id",
         "curl /predictions/echo -H 'x-request-id-prefix: mine' -d data=hello",
-        why="the new id begins with it; TorchServe 0.12 ignores it",
+        why="the new id begins with this prefix; TorchServe 0.12 ignores it",
     ),
     Case("a header for the handler", "curl /predictions/echo -H 'x-own: value' -d data=hello"),
     Case("a header in capitals", "curl /predictions/echo -H 'X-Capitals: value' -d data=hello"),
@@ -146,7 +146,7 @@ RESULTS = (
     Case("no result", _do("no-result"), why=SAID),
     Case("a content type", _do("type application/json")),
     Case("a header", _do("header x-mine yes")),
-    Case("a header that the server sets too", _do("header Cache-Control max-age=60"), why="the handler's header wins"),
+    Case("a header that the server sets too", _do("header Cache-Control max-age=60"), why="here the handler's wins"),
     Case("a wrong length", _do("header Content-Length 3")),
     Case("a status of 201", _do("status 201 Created")),
     Case("a status of 204", _do("status 204 No Content")),
