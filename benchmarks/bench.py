@@ -64,7 +64,7 @@ def measure(
 
 
 def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
-    """Returns the machine's limits for this model; if it has no compiler or the model is not dense, prints why not."""
+    """Returns the machine's limits for this model; without a compiler or a dense model, says why there are none."""
     say("measuring the limits of this machine")
     more = ["--weights", str(weights)] if weights else []
     command = [sys.executable, "-m", "benchmarks.limits", str(folder), *more]

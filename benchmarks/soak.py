@@ -238,7 +238,7 @@ def summary(result: Mapping[str, Any], held: Sequence[Held]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Send short requests to all endpoints in turn.")
-    parser.add_argument("--requests", type=int, default=1_000_000, help="(%(default)s)")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="how many (%(default)s)")
     parser.add_argument("--uri", default=EMBEDDED)
     parser.add_argument("--output", type=Path, default=FOLDER / f"{machine.chip()}.jsonl")
     arguments = parser.parse_args(argv)
