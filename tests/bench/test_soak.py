@@ -66,7 +66,7 @@ def test_a_wrong_answer_ends_the_soak(tiny_model: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
-    assert "no CUDA device here" in capsys.readouterr().err
+    assert "this machine has no CUDA device" in capsys.readouterr().err
 
 
 def test_the_page_explains_every_check() -> None:
