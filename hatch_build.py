@@ -1,8 +1,8 @@
 """Puts kernels that are compiled ahead of time into a wheel, one library for each set of instructions.
 
-Set WHEEL_MACHINE to x86_64 or aarch64 to have them. Without it the wheel has none and installs on any machine, where
-the kernels are compiled at the first start. The compiler is that of the package ziglang: it compiles for other machines
-too, and for glibc 2.28, so that the wheel is a manylinux_2_28 one.
+To have them, set WHEEL_MACHINE to x86_64 or aarch64. Otherwise the wheel has no kernels: it installs on any machine,
+and the kernels are compiled at the first start. The compiler is that of the package ziglang: it also compiles for other
+machines, and for glibc 2.28, so that the wheel is a manylinux_2_28 one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class KernelsHook(BuildHookInterface[Any]):
         variants = [variant for variant in all_variants if variant.machine == machine]
         if not variants:
             machines = sorted({variant.machine for variant in all_variants})
-            raise SystemExit(f"WHEEL_MACHINE: there are kernels for {', '.join(machines)}, not for {machine!r}")
+            raise SystemExit(f"WHEEL_MACHINE: must be {' or '.join(machines)}, got {machine!r}")
         folder = Path(self.root) / "build" / "prebuilt"
         folder.mkdir(parents=True, exist_ok=True)
         for number, variant in enumerate(variants, start=1):
             print(
                 f"Compiling the kernels for {machine} with {variant.name}, {number} of {len(variants)}; the first takes"
-                " minutes, since the compiler compiles its own C++ library too",
+                " minutes, because the compiler compiles its own C++ library too",
                 flush=True,
             )
             _compile(Path(self.root), variant, folder / variant.file_name)

@@ -1,4 +1,4 @@
-"""What was asked, what a client keeps of a stream while it runs, and what the finished stream turned out to be."""
+"""A request, what the client keeps of its stream while it runs, and the finished answer with its checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``arrivals`` are the times of the events that brought text; both counts are the server's own."""
+    """A finished answer. ``arrivals`` are the times of the events with text; both counts are the server's own."""
 
     started: float
     ended: float
@@ -61,7 +61,7 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def gaps_within(self, begin: float, end: float) -> list[float]:
-        """Gaps that lie in a span of time at least in part."""
+        """Returns the gaps that overlap a span of time."""
         pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
         return [later - earlier for earlier, later in pairs if later > begin and earlier < end]
 
@@ -77,11 +77,11 @@ _PROMPT_SLACK = 1
 def check(ask: Ask, answer: Answer) -> None:
     """Raises WrongCount if the counts of the answer are not those that were asked for."""
     if answer.new_tokens != ask.new_tokens:
-        raise WrongCount(f"{answer.new_tokens} new tokens by the server's own count, {ask.new_tokens} were asked for")
+        raise WrongCount(f"the server counts {answer.new_tokens} new tokens, {ask.new_tokens} were asked for")
     if abs(answer.prompt_tokens - ask.prompt_tokens) > _PROMPT_SLACK:
         raise WrongCount(f"the server counts {answer.prompt_tokens} prompt tokens, the prompt has {ask.prompt_tokens}")
     if not answer.arrivals:
-        raise WrongCount("no event brought text")
+        raise WrongCount("no event of the answer has text")
 
 
 def check_all(asks: Sequence[Ask], answers: Sequence[Answer]) -> None:

@@ -1,4 +1,4 @@
-"""``make bench``: our server under load, over REST and gRPC, beside another checkout's where ``--before`` names one.
+"""``make bench``: measures our server under load, over REST and gRPC; with ``--before`` also another checkout's.
 
 It also prints which share of this machine's memory speed and peak arithmetic a case reaches.
 """
@@ -23,7 +23,7 @@ from benchmarks.results import FOLDER, ROOT, Recorder, commit
 from benchmarks.servers import EMBEDDED, Contender, Ours
 from benchmarks.sweep import Plan, run_sweeps
 
-_OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight has not 2 bytes
+_OTHER_WEIGHTS = {"weights", "dtype", "quantization_config"}  # settings with which a weight may not have 2 bytes
 _LIMITS_S = 300.0
 _ENDPOINTS = ("rest", "grpc", "openai")
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     options: argparse.Namespace, name: str, plan: Plan, contenders: Mapping[str, Contender], more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Runs what has no line yet in the file of this chip's results, and returns all of the run."""
+    """Measures the cells that have no line yet in this chip's file of results, and returns the whole run."""
     described = machine.describe()
     if (busy := machine.warning(described)) is not None:
         say(f"warning: {busy}")
@@ -64,15 +64,15 @@ def measure(
 
 
 def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
-    """The machine's limits for this model, which a CPU with a compiler and a dense model have; else says why not."""
-    say("the limits of this machine")
+    """Returns the machine's limits for this model; without a compiler or a dense model, says why there are none."""
+    say("measuring the limits of this machine")
     more = ["--weights", str(weights)] if weights else []
     command = [sys.executable, "-m", "benchmarks.limits", str(folder), *more]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMITS_S, stdin=subprocess.DEVNULL
     )
     if done.returncode:
-        say(f"no shares of the limit: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        say(f"the share of the limit is not known: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
         return {}
     return {"roofline": json.loads(done.stdout.splitlines()[-1])}
 
@@ -80,13 +80,13 @@ def roofline(folder: Path, weights: Path | None = None) -> dict[str, Any]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_common(parser)
-    parser.add_argument("--endpoints", default="rest,grpc", help="of rest, grpc, openai (default: %(default)s)")
+    parser.add_argument("--endpoints", default="rest,grpc", help="some of rest, grpc, openai (default: %(default)s)")
     parser.add_argument(
         "--before",
         action="append",
         default=[],
         type=lambda folder: Path(folder).absolute(),
-        help="another checkout, installed: its server takes turns with ours",
+        help="another checkout with its .venv; its server is measured in turn with ours",
     )
     options = parser.parse_args(arguments)
     finish(parser, options, DEFAULT)
@@ -98,15 +98,15 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--uri", default=EMBEDDED, help="model: embedded://, a folder, a .gguf file (%(default)s)")
     parser.add_argument("--extra", default="{}", help="our parameters.extra, as JSON")
     parser.add_argument("--cases", help="names as in cases.py, separated by commas")
-    parser.add_argument("--sweeps", type=int, help="servers are started again for each (default: 2; --quick: 1)")
+    parser.add_argument("--sweeps", type=int, help="rounds, each with freshly started servers (default: 2; --quick: 1)")
     parser.add_argument("--new-tokens", type=int, help="per stream (default: 128; --quick: 8)")
-    parser.add_argument("--quick", action="store_true", help="a few tokens, a few cases, kept nowhere: does it work?")
+    parser.add_argument("--quick", action="store_true", help="a trial with few tokens and cases; results are not kept")
     parser.add_argument("--output", type=Path, help="file of results (default: benchmarks/results/CHIP.jsonl)")
     parser.add_argument("--again", action="store_true", help="measure again what this commit has measured before")
 
 
 def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: tuple[str, ...]) -> None:
-    """What follows from ``--quick``."""
+    """Sets the options that depend on ``--quick``, and ends the program if a case or ``--extra`` is invalid."""
     options.cases = tuple((options.cases or ("c1,c4,p200" if options.quick else ",".join(cases))).split(","))
     options.sweeps = options.sweeps or (1 if options.quick else 2)
     options.scale = QUICK if options.quick else Scale()
@@ -120,11 +120,11 @@ def finish(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: 
 
 
 def listed(parser: argparse.ArgumentParser, what: str, said: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that an option has, with commas between them. Ends the program for one that is not known."""
+    """Returns the names in an option, which commas separate. Ends the program if a name is not known."""
     names = tuple(said.split(","))
     for name in names:
         if name not in known:
-            parser.error(f"--{what}: no {name!r}; known are {', '.join(known)}")
+            parser.error(f"--{what}: {name!r} is not one of {', '.join(known)}")
     return names
 
 

@@ -30,7 +30,7 @@ _FORMATS = (*BITS, _OWN)
 _STREAMS = (1, 4, 16, 32)
 _SHAPE_STREAMS = (1, 4, 16)
 _PROMPTS = ("p128", "p2000")
-_SPARE_MIB = 1024.0  # beside its weights, of a server
+_SPARE_MIB = 1024.0  # that a server needs in addition to its weights
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,11 +78,11 @@ def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     bench.add_common(parser)
-    parser.add_argument("--peers", help=f"of {', '.join(PEERS)}; default: all")
-    parser.add_argument("--shape", help=f"of {', '.join(SHAPES)}: models of random weights (default: that of --uri)")
-    parser.add_argument("--format", default=_BF16, help=f"of {', '.join(_FORMATS)}; own: the GGUF file of --uri")
-    parser.add_argument("--streams", help="at once (1,4,16,32; with --shape 1,4,16); beside them p128 and p2000")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="their environments (%(default)s)")
+    parser.add_argument("--peers", help=f"some of {', '.join(PEERS)}; default: all")
+    parser.add_argument("--shape", help=f"some of {', '.join(SHAPES)}: models with random weights, instead of --uri")
+    parser.add_argument("--format", default=_BF16, help=f"some of {', '.join(_FORMATS)}; own: the GGUF file of --uri")
+    parser.add_argument("--streams", help="at once (1,4,16,32; with --shape 1,4,16); p128 and p2000 run too")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the peers' environments (%(default)s)")
     parser.add_argument("--install-only", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
     streams = options.streams.split(",") if options.streams else _SHAPE_STREAMS if options.shape else _STREAMS
@@ -92,17 +92,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.shape = bench.listed(parser, "shape", options.shape, tuple(SHAPES)) if options.shape else ()
     options.format = bench.listed(parser, "format", options.format, _FORMATS)
     if options.shape and _OWN in options.format:
-        parser.error("--format own: is the file of --uri; with --shape name another format")
+        parser.error("--format own: cannot be combined with --shape, because it means the file of --uri")
     able = [name for name, (peer, _) in PEERS.items() if peer.reads_gguf or _BF16 in options.format]
     options.peers = bench.listed(parser, "peers", options.peers or ",".join(able), tuple(PEERS))
     for name in options.peers:
         if name not in able:
-            parser.error(f"no peer {name!r} that reads GGUF files; known are {', '.join(able)}")
+            parser.error(f"--peers: {name!r} reads no GGUF files; those that do are {', '.join(able)}")
     return options
 
 
 def _weights_file(kind: str, options: argparse.Namespace, model: Path) -> Path:
-    """Returns the GGUF file that all servers get. Raises NoFolder or PeerUnavailable."""
+    """Returns the GGUF file that all servers get. Raises NoFolder or PeerUnavailable if it cannot be had."""
     if kind == _OWN:
         return gguf_file(options.uri)
     converter = make_peer("llama.cpp", options.folder, model)
@@ -119,10 +119,10 @@ def _install(
     for name in options.peers:
         peer = make_peer(name, options.folder, model, weights)
         if kind != _BF16 and not peer.reads_gguf:
-            missing[name] = f"reads no GGUF file, so not {kind}"
+            missing[name] = f"reads no GGUF files, so it cannot serve {kind}"
             continue
         try:
-            bench.say(f"{name}: installing where it is not there yet")
+            bench.say(f"{name}: installing it, unless it is installed already")
             peer.install()
             if not options.install_only:
                 peer.prepare()

@@ -1,4 +1,4 @@
-"""One handler, unchanged, on TorchServe 0.12 and on our server, in turn: tokens/s of a model, and requests/s.
+"""Compares TorchServe 0.12 and our server with the same unchanged handler: tokens/s of a model, or requests/s.
 
 ``tokens``: a handler that generates with transformers, in cells with ``batchSize`` 1 and 16 and with 1, 4 and 16
 clients, streamed and whole. Both servers run, and each cell is measured on one right after the other. The tokens of the
@@ -91,7 +91,7 @@ async def _cell(
     seconds = time.perf_counter() - began
     got, wanted = sum(len(ids) for ids, _, _ in answers), sum(body["max_new_tokens"] for body in asked)
     if got != wanted:
-        raise RuntimeError(f"{got} tokens instead of {wanted}")
+        raise RuntimeError(f"the answers have {got} tokens instead of {wanted}")
     _, firsts, wholes = zip(*answers, strict=True)
     first, whole = percentile(firsts, 0.5), percentile(wholes, 0.5)
     return {"tokens_per_s": got / seconds, "first_ms": first * 1000, "whole_ms": whole * 1000}, answers[0][0]
@@ -145,7 +145,7 @@ def _requests(servers: Servers, options: argparse.Namespace, found: Measured) ->
 
 
 def _by_wrk(server: PredictionServer, seconds: int) -> Figures:
-    """Returns requests/s, and the server's CPU seconds for 1,000 requests."""
+    """Returns requests/s, the latencies, and the server's CPU seconds for 1,000 requests."""
     config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 100}
     with tempfile.TemporaryDirectory() as name:
         folder, script = Path(name) / "server", Path(name) / "post.lua"
@@ -174,10 +174,10 @@ def main(given: list[str] | None = None) -> int:
     """Prints the figures as one line of JSON. The status is 1 if a ratio is below 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.beside_torchserve", description=__doc__)
     parser.add_argument("part", choices=tuple(_PARTS))
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer (%(default)s)")
-    parser.add_argument("--seconds", type=int, default=10, help="of requests (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="with TorchServe's environment (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=16, help="in each answer (%(default)s)")
+    parser.add_argument("--seconds", type=int, default=10, help="for which requests are sent (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="in which each cell is measured (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for TorchServe's environment (%(default)s)")
     options = parser.parse_args(given)
     peer = TorchServe(options.folder.resolve() / "torchserve", model_folder(EMBEDDED, {}))
     peer.install()

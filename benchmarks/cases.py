@@ -1,4 +1,4 @@
-"""The cases by name, as README.md lists them: what is asked in each, and how a run of it becomes figures."""
+"""The cases by name, as README.md lists them: which requests each one sends, and which figures it returns."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Scale:
 
     prompt_tokens: int = 128
     new_tokens: int = 128
-    wave_streams: int = 8  # waves until so many streams have run, at least one
-    late_new_tokens: int = 16  # of the prompt that comes late
-    running_new_tokens: int = 256  # of the streams that it finds running
-    outlasting_new_tokens: int = 48  # of these for each prompt, where prompts have several lengths
+    wave_streams: int = 8  # a case runs waves until so many streams have run, but at least one wave
+    late_new_tokens: int = 16  # of the prompts that arrive late
+    running_new_tokens: int = 256  # of the streams that run when these prompts arrive
+    outlasting_new_tokens: int = 48  # of these streams for each late prompt, if the prompts have several lengths
     mix_requests: int = 48
     mix_per_s: float = 2.0
     mix_prompts: tuple[int, int] = (32, 1500)
@@ -58,7 +58,7 @@ QUICK = Scale(
 
 
 class BatchTooShort(Exception):
-    """The batch did not run for as long as the clients asked."""
+    """Raised if a batch does not run as long as the requests beside it."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class _Run:
         return await self._waves([[self._ask(self.numbers["tokens"])]])
 
     async def again(self) -> Figures:
-        """Two prompts that differ in their last tokens only."""
+        """Sends two prompts, one after the other, that differ only in their last tokens."""
         text, _ = self.prompts.text(self.numbers["tokens"], self.name, self.sweep)
         first, second = (self._whole(f"{text} {end}") for end in ("And then it rained.", "The next day was dry."))
         await self._together([first])
         return await self._waves([[second]])
 
     async def late(self) -> Figures:
-        """Prompts that come while streams run."""
+        """Sends prompts while streams run."""
         scale, many = self.scale, self.numbers.get("many", 1)
         sizes, running = [self.numbers["tokens"]] * many, scale.running_new_tokens
         if longest := self.numbers.get("longest"):
@@ -164,7 +164,7 @@ class _Run:
         return {"streams": streams, "new_tokens": tokens, **seconds, "ratio": ratio, **spread("health", latencies)}
 
     async def beside_batch(self) -> Figures:
-        """Raises BatchTooShort."""
+        """Raises BatchTooShort if the batch does not begin in time, or ends before the requests do."""
         scale, requests, new = self.scale, self.numbers["requests"], min(16, self.scale.new_tokens)
 
         async def first_tokens(label: str) -> list[float]:
@@ -178,13 +178,13 @@ class _Run:
             end = time.monotonic() + _BATCH_STARTS_S
             while (found := client.get(batch).json())["request_counts"]["completed"] < 2:
                 if time.monotonic() > end or found["status"] not in _BUSY:
-                    raise BatchTooShort(f"the batch is {found['status']}, two rows are not completed")
+                    raise BatchTooShort(f"the batch is {found['status']}, and fewer than two of its rows are completed")
                 await asyncio.sleep(0.05)
             beside = await first_tokens("beside")
             found = client.get(batch).json()
             client.post(f"{batch}/cancel")
         if found["status"] not in _BUSY:
-            raise BatchTooShort(f"{scale.batch_rows} rows ended before {requests} requests")
+            raise BatchTooShort(f"the batch of {scale.batch_rows} rows ended before the {requests} requests did")
         times = {**spread("alone", alone), **spread("beside", beside)}
         ratio = times["beside_p50_ms"] / times["alone_p50_ms"]
         return {**times, "ratio": ratio, "rows": found["request_counts"]["completed"]}
@@ -202,7 +202,7 @@ class _Run:
         return load.read(self.endpoint, asks, await load.in_turn(self.endpoint, asks))
 
     def _ask(self, tokens: int | None, *label: object, new: int | None = None) -> Ask:
-        """Of the scale's lengths, where none is named."""
+        """Returns a request; lengths that are not given are those of the scale."""
         text = self.prompts.text(tokens or self.scale.prompt_tokens, self.name, self.sweep, *label)
         return Ask(*text, new or self.scale.new_tokens)
 
@@ -237,21 +237,21 @@ _KINDS = (
     _Kind("copy", "alone, repeating its prompt", _Run.copy),
     _Kind("prose", "alone, prose", _Run.prose),
     _Kind("prose-drawn", f"alone, prose at temperature {_DRAWN}", _Run.prose_drawn),
-    _Kind(r"c(?P<streams>\d+)-list", "{streams} at once, kept to a JSON list", _Run.listed),
-    _Kind(r"c(?P<streams>\d+)-free", "{streams} at once, drawn freely", _Run.free),
+    _Kind(r"c(?P<streams>\d+)-list", "{streams} at once, constrained to a JSON list", _Run.listed),
+    _Kind(r"c(?P<streams>\d+)-free", "{streams} at once, unconstrained", _Run.free),
     _Kind(r"turns(?P<streams>\d+)", "{streams} at once, in turn, and liveness beside them", _Run.turns),
     _Kind(r"batch(?P<requests>\d+)", "{requests} in turn, alone and beside a batch", _Run.beside_batch),
 )
 
 
 class UnknownCase(ValueError):
-    """A name that is no case."""
+    """Raised for a name that does not belong to a case."""
 
 
 class Case:
-    """One case, ready to be run any number of times: ``sweep`` gives each time prompts of its own.
+    """One case, which can be run any number of times; each ``sweep`` has its own prompts.
 
-    Raises UnknownCase for a name that is none.
+    Raises UnknownCase if there is no case with the name.
     """
 
     def __init__(self, name: str, scale: Scale, prompts: Prompts) -> None:
@@ -261,24 +261,24 @@ class Case:
 
     @property
     def streams(self) -> int:
-        """As many as run at once, at the most."""
+        """The largest number of streams that run at once."""
         return max(self._numbers.get(name, 1) for name in ("streams", "many"))
 
     async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
-        """``sweep`` names this run: no other has its prompts. Raises WrongCount, BadAnswer or BatchTooShort."""
+        """Runs the case; no other ``sweep`` has the same prompts. Raises WrongCount, BadAnswer or BatchTooShort."""
         run = _Run(self.name, self._numbers, self._scale, self._prompts, endpoint, pid, sweep)
         return await self._kind.run(run)
 
 
 def make_cases(names: Sequence[str], scale: Scale, prompts: Prompts) -> list[Case]:
-    """Raises UnknownCase."""
+    """Returns the cases with these names. Raises UnknownCase if there is no case with a name."""
     return [Case(name, scale, prompts) for name in names]
 
 
 async def warm_up(endpoint: Endpoint, scale: Scale, prompts: Prompts, streams: int) -> None:
-    """So that nothing is done for the first time while it is measured: alone, in a batch, and a long prompt.
+    """Sends one request, a batch and a long prompt, so that nothing is done for the first time while it is measured.
 
-    The batch has the lengths of the cases, so that a server that grows its KV cache as it is written has grown it.
+    The batch has the lengths of the cases, so that a server whose KV cache grows with use has already grown it.
     """
     for count, tokens in ((1, scale.prompt_tokens), (streams, scale.prompt_tokens), (1, 4 * scale.prompt_tokens)):
         asks = [Ask(*prompts.text(tokens, "warm", count, index), scale.new_tokens) for index in range(count)]
@@ -286,7 +286,7 @@ async def warm_up(endpoint: Endpoint, scale: Scale, prompts: Prompts, streams: i
 
 
 def describe(name: str) -> str:
-    """Returns what a case is, in words. Raises UnknownCase."""
+    """Returns a description of the case. Raises UnknownCase if there is no case with the name."""
     kind, numbers = _kind_of(name)
     return kind.description.format(**numbers)
 
@@ -298,7 +298,7 @@ def _kind_of(name: str) -> tuple[_Kind, dict[str, int]]:
             numbers["running"] = numbers.get("streams", 1) - 1
             if numbers["running"] >= (1 if kind.run is _Run.late else 0):
                 return kind, numbers
-    raise UnknownCase(f"no case {name!r}; cases are named like {', '.join(DEFAULT)}")
+    raise UnknownCase(f"there is no case {name!r}; cases have names like {', '.join(DEFAULT)}")
 
 
 def _create_batch(client: httpx.Client, prompts: Sequence[str], new_tokens: int) -> str:
@@ -315,5 +315,5 @@ def _create_batch(client: httpx.Client, prompts: Sequence[str], new_tokens: int)
 
 
 def _log_uniform(dice: random.Random, low: int, high: int) -> int:
-    """Short ones are more common than long ones, as they are in life."""
+    """Returns a random length; short ones are more common than long ones, as in real traffic."""
     return round(math.exp(dice.uniform(math.log(low), math.log(high))))

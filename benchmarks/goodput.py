@@ -1,10 +1,10 @@
-"""Goodput: the tokens per second of requests whose first token and whose longest pause stay within limits.
+"""Measures goodput: the tokens per second of requests whose first token and longest pause stay within limits.
 
 python -m benchmarks.goodput --peers llama.cpp   measures our server and peers in turn, at 1 to 32 streams
 python -m benchmarks.goodput zen3                writes docs/images/goodput.svg from the lines of that chip
 
 Each request becomes a line of ``benchmarks/proofs/goodput-CHIP.jsonl``, so other limits need no new measurement. All
-servers run at the same time and get requests one after the other, level by level; an idle server uses no CPU.
+servers run at the same time, but only one of them gets requests at any time; an idle server uses no CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.sweep import run_quietly, started
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 STREAMS = (1, 2, 4, 8, 16, 32)
-_LEAST_REQUESTS = 6  # of a level; more streams have two requests each
+_LEAST_REQUESTS = 6  # at a level; if it has more streams, two for each stream
 _PICTURE = ROOT / "docs" / "images" / "goodput.svg"
 
 
@@ -211,13 +211,13 @@ def _lines_of(chip: str) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, or draws the picture of a chip."""
+    """Measures this machine, or draws the picture of a chip that was measured before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", nargs="?", help="draw the picture from this chip's lines and measure nothing")
     parser.add_argument("--uri", default=EMBEDDED, help="the model (%(default)s)")
-    parser.add_argument("--peers", default="", help=f"of {', '.join(PEERS)}")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="their environments (%(default)s)")
-    parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
+    parser.add_argument("--peers", default="", help=f"some of {', '.join(PEERS)}; default: none")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the peers' environments (%(default)s)")
+    parser.add_argument("--streams", default=",".join(map(str, STREAMS)), help="in flight (%(default)s)")
     parser.add_argument("--output", type=Path, help="default: benchmarks/proofs/goodput-CHIP.jsonl")
     options = parser.parse_args(arguments)
     options.streams = [int(count) for count in options.streams.split(",")]

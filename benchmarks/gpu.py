@@ -1,14 +1,14 @@
-"""``make bench-gpu``: measures whole engines on a GPU; docs/gpu.md says which results have been shown.
+"""``make bench-gpu``: checks and measures whole engines on a GPU; docs/gpu.md has the results so far.
 
     python -m benchmarks.gpu [--checks tokens streams …] [--shape 1.5B] [--seconds 2] [--limit 540] [--json FILE]
 
-Runs the product's own load and engine over a random Llama, whose tokens mean nothing but can be compared. Its weights
-are made on the GPU. The load itself compares the forward with the model's own logits. A check that finds wrong tokens
-ends the script with status 1. ``--dry`` runs the streams of a tiny model on the CPU: its figures mean nothing.
+Loads a Llama with random weights, made on the GPU, into this package's engine; its tokens have no meaning but can be
+compared. The load itself compares the forward with the model's own logits. If a check finds wrong tokens, the script
+ends with status 1. ``--dry`` runs the streams of a tiny model on the CPU, to try the script: its figures mean nothing.
 
 It needs torch 2.11 or later and this package's engine, but neither MLServer nor a network, so that it suits a first run
-on a new machine: each line is written to ``--json`` when it is known, and after ``--limit`` seconds no further check
-begins.
+on a new machine. Each line is also appended to the file ``--json`` at once, and after ``--limit`` seconds no other
+check begins.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONTEXT = 4096
 STREAMS = (1, 16, 64, 128, 256)
 DRY_STREAMS = (1, 3)
 PROMPTS = (32, 128, 512, 2000)  # mixed, in turn
-PATIENCE = 60.0  # seconds until rows that have no room beside the others are measured without
+PATIENCE = 60.0  # seconds to wait until all rows run; then those that do run are measured
 QUANTISED: dict[str, dict[str, Any]] = {
     "bitsandbytes, 4 bits": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"},
     "bitsandbytes, 8 bits": {"load_in_8bit": True},
@@ -59,16 +59,16 @@ QUANTISED: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Bench:
-    """The model, the devices, and the errors found so far."""
+    """The model, the devices, and the errors found so far, with the output of the checks."""
 
     folder: Path
     layers: int
     seconds: float
-    gpu: str = "cuda:0"  # or the CPU
+    gpu: str = "cuda:0"  # or "cpu"
     gpus: int = 1
     wrong: list[str] = field(default_factory=list)
     json: Path | None = None
-    check: str = ""  # that runs now
+    check: str = ""  # the name of the running one
 
     def tell(self, line: str, **figures: float) -> None:
         """Prints the line, and appends it with its figures to the file of JSON lines at once."""
@@ -99,9 +99,9 @@ class Bench:
         return {"model.embed_tokens": first, "model.rotary_emb": first, **at, "model.norm": last, "lm_head": last}
 
     def lacks_gpus(self, what: str) -> bool:
-        """Returns whether there are fewer than two GPUs, and prints then what is skipped."""
+        """Returns whether there are fewer than two GPUs; if so, prints that ``what`` is skipped."""
         if self.gpus < 2:
-            self.tell(f"skipped: {what}: needs two GPUs, here is {self.gpus}")
+            self.tell(f"skipped: {what}: needs two GPUs, this machine has {self.gpus}")
         return self.gpus < 2
 
     def tokens(self, rows: int = 8, **extra: Any) -> list[list[int]]:
@@ -143,7 +143,7 @@ async def answers(engine: Engine, rows: int = 8, tokens: int = 24) -> list[list[
 
 
 async def speed(bench: Bench, engine: Engine, rows: int, patience: float = PATIENCE) -> float:
-    """Returns tokens/s of rows of mixed lengths, measured when all of them, or as many as fit, are being decoded."""
+    """Returns the tokens/s of rows of mixed lengths, measured while all rows are decoded, or as many as fit."""
     sampling = SamplingParameters(max_tokens=CONTEXT, ignore_eos=True)
     streams = [engine.submit([EngineRequest(prompt(row), sampling)]) for row in range(rows)]
     try:
@@ -151,7 +151,7 @@ async def speed(bench: Bench, engine: Engine, rows: int, patience: float = PATIE
         while engine.alive and engine.stats().running_sequences < rows and time.monotonic() < end:
             await asyncio.sleep(0.01)
         if (found := engine.stats().running_sequences) < rows:
-            bench.tell(f"only {found} of {rows} rows run at the same time", rows=found)
+            bench.tell(f"only {found} of {rows} streams run at the same time", rows=found)
         began, tokens = time.monotonic(), engine.stats().generation_tokens
         await asyncio.sleep(bench.seconds)
         return (engine.stats().generation_tokens - tokens) / (time.monotonic() - began)
@@ -169,7 +169,7 @@ def tokens(bench: Bench) -> None:
         made = model.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
         expected.append(made[0, ids.shape[1] :].tolist())
     del model
-    bench.compare("against transformers", bench.tokens(len(PROMPTS)), expected)
+    bench.compare("compared with transformers", bench.tokens(len(PROMPTS)), expected)
 
 
 def streams(bench: Bench) -> None:
@@ -203,7 +203,7 @@ def several(bench: Bench) -> None:
             rates[pipeline] = bench.tell_speed(engine, *STREAMS[1:], what=f"pipeline {pipeline}, ")
     for rows, in_turn, pipelined in zip(STREAMS[1:], rates["off"], rates["auto"], strict=True):
         gain = pipelined / in_turn
-        bench.tell(f"{rows} streams: pipelined {gain:.2f} times in turn", streams=rows, gain=gain)
+        bench.tell(f"{rows} streams: the pipeline is {gain:.2f} times as fast", streams=rows, gain=gain)
 
 
 def ranks(bench: Bench) -> None:
@@ -271,12 +271,12 @@ def run(bench: Bench, checks: Sequence[str], limit: float = math.inf) -> int:
     for name in checks:
         bench.check = name
         if time.monotonic() > end:
-            bench.tell(f"not begun: {limit:g} s are over; go on with --checks {name}")
+            bench.tell(f"skipped, because the limit of {limit:g} s has passed; to run it: --checks {name}")
             continue
         print(f"{name}: {(CHECKS[name].__doc__ or name).splitlines()[0]}", flush=True)
         try:
             CHECKS[name](bench)
-        except Exception as error:  # the other checks are worth their time
+        except Exception as error:  # the other checks still run
             bench.wrong.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
             bench.tell(bench.wrong[-1])
     for what in bench.wrong:
@@ -288,13 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks", nargs="+", choices=list(CHECKS), default=list(CHECKS))
     parser.add_argument("--shape", choices=list(SHAPES), default="1.5B", help="the model's size (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measured rate (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds until no check begins (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each measured rate (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which no check begins (%(default)s)")
     parser.add_argument("--json", type=Path, help="a file to which each line is appended at once")
     parser.add_argument("--dry", action="store_true", help="on the CPU: the streams of a tiny model")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
-        print("error: no CUDA device here: nothing of docs/gpu.md can be checked", file=sys.stderr)
+        print("error: this machine has no CUDA device; --dry tries the script on the CPU", file=sys.stderr)
         return 2
     here = machine.describe()
     with tempfile.TemporaryDirectory() as name:

@@ -1,7 +1,7 @@
-"""The limits of this machine, measured, and the sizes of a model, as one line of JSON, which ``make bench`` reads.
+"""Measures the limits of this machine, and prints them and a model's sizes as one line of JSON for ``make bench``.
 
-The limits are the speed of the memory and the peaks of the CPU's units; roofline.py says what they mean for a step. A
-process of its own imports torch for it: ``python -m benchmarks.limits MODEL``.
+The limits are the speed of the memory and the peaks of the CPU's units; roofline.py says what they mean for a step. It
+runs in a separate process, because it imports torch: ``python -m benchmarks.limits MODEL``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnab
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _BF16 = 2  # bytes
-_OTHER = 0.05  # of the projections: norms and biases
+_OTHER = 0.05  # norms and biases may have this share of the projections' weights
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", f"-I{SOURCES}")
 
 
 class NotDense(Exception):
-    """A model whose work roofline.py does not know."""
+    """Raised for a model that is not a dense decoder, so that roofline.py does not know how much it computes."""
 
 
 class LimitsProgram:
-    """Measures this machine with a program compiled for a variant of the kernels, the best of many short runs each.
+    """Measures this machine with a program compiled for a variant of the kernels. Each limit is the best of many runs.
 
-    Other guests of a host share its memory: what ``read_speed`` returns can change within a minute.
+    Other virtual machines share the host's memory, so the result of ``read_speed`` can change within a minute.
     """
 
     def __init__(self, variant: str, threads: int, seconds: float = 1.0, megabytes: int = 512) -> None:
@@ -58,7 +58,7 @@ class LimitsProgram:
         return Limits(self.read_speed(), {unit: self._peak(unit) for unit in (*UNITS, INT8)})
 
     def read_speed(self) -> float:
-        """In bytes a second."""
+        """Returns how many bytes the threads read from memory in a second."""
         read, memory = self._library.limit_read, self._memory
         read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         return self._best(lambda i: read(memory[i].data_ptr(), memory.shape[1]), lambda _: memory.numel())
@@ -81,13 +81,13 @@ class LimitsProgram:
 
 
 def model_of(model: Any, weight_bytes: float | None = None) -> Model:
-    """``weight_bytes``: of the file that holds them packed. Raises NotDense."""
+    """Returns a model's sizes. ``weight_bytes`` is the size of packed weights. Raises NotDense if it is not dense."""
     config, head = model.config, getattr(model, "lm_head", None)
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     layers = sum(size for name, size in sizes.items() if name.endswith("proj.weight"))
     other = sum(size for name, size in sizes.items() if not re.search(r"proj\.weight|embed|lm_head", name))
     if head is None or not layers or other > _OTHER * layers or any("experts" in name for name in sizes):
-        raise NotDense(f"{config.model_type}: its shares are not computed, only those of dense decoders")
+        raise NotDense(f"{config.model_type}: is not a dense decoder, whose share of the limit could be computed")
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, dim)
     held = head.weight.numel() + layers
@@ -95,7 +95,7 @@ def model_of(model: Any, weight_bytes: float | None = None) -> Model:
 
 
 def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str, Any]:
-    """What ``roofline.share`` asks for, of the model in a folder, or of it packed in a GGUF file. Raises NotDense."""
+    """Returns what ``roofline.share`` needs for a folder's model, or for its GGUF file. Raises NotDense."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     dense = model_of(model, weights.stat().st_size if weights else None)
@@ -110,7 +110,7 @@ def roofline(folder: str, threads: int, weights: Path | None = None) -> dict[str
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what ``roofline`` returns as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="its folder")
+    parser.add_argument("model", help="the model's folder")
     parser.add_argument("--weights", type=Path, help="the model's GGUF file")
     options = parser.parse_args(arguments)
     print(json.dumps(roofline(options.model, read_host().threads, options.weights)))

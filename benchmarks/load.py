@@ -1,6 +1,6 @@
-"""Shapes of load: all at once, one after another, at given times, a constant number, and prompts among running streams.
+"""Sends requests all at once, one by one, at given times, a constant number at a time, or while streams run.
 
-Sends requests through an endpoint and returns the recordings; does not depend on servers or figures.
+They go through an endpoint, and the recordings are returned; this does not depend on servers or figures.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from benchmarks.answers import Answer, Ask, Recording, check_all
 
-STREAM_S = 1800.0  # a serial server takes minutes for the last of 32
-# Chunks of every stream before a long prompt joins them: prefill is over, decoding is steady.
+STREAM_S = 1800.0  # a server that computes one request at a time takes minutes to reach the last of 32
+# After this many chunks of each stream, prefill is over and decoding steady; then a long prompt may join them.
 _SETTLED = 16
 
 
@@ -33,7 +33,7 @@ class Endpoint(Protocol):
 
 
 async def together(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
-    """All at once."""
+    """Sends all requests at once."""
     return await at_times(endpoint, asks, [0.0] * len(asks))
 
 
@@ -43,7 +43,7 @@ async def in_turn(endpoint: Endpoint, asks: Sequence[Ask]) -> list[Recording]:
 
 
 async def at_times(endpoint: Endpoint, asks: Sequence[Ask], offsets: Sequence[float]) -> list[Recording]:
-    """Each at its own time, whatever the server makes of it."""
+    """Sends each request at its own time (in seconds from now), even if earlier ones have not been answered."""
     requests = [endpoint.request(ask) for ask in asks]
     recordings = [Recording() for _ in asks]
     await asyncio.gather(*(_send(endpoint, *each) for each in zip(requests, recordings, offsets, strict=True)))
@@ -111,7 +111,7 @@ async def _send(endpoint: Endpoint, request: bytes, recording: Recording, offset
 
 
 def read(endpoint: Endpoint, asks: Sequence[Ask], recordings: Sequence[Recording]) -> list[Answer]:
-    """Returns the answers. Raises WrongCount or BadAnswer."""
+    """Returns the answers. Raises WrongCount or BadAnswer if one of them has wrong counts or is not whole."""
     answers = [endpoint.read(recording) for recording in recordings]
     check_all(asks, answers)
     return answers

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-_BUSY = 0.25  # of a core
+_BUSY = 0.25  # load for each core
 
 
 def describe() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
 
 
 def chip() -> str:
-    """Returns the name of a chip's file of results: that of the first GPU, or of the CPU's family."""
+    """Returns the name of this machine's file of results, made from the CPU's family or name."""
     name, info = _cpu_name(), _cpu_info()
     if "EPYC" in name or "Ryzen" in name:
         family = {"25": "zen4" if "avx512f" in info.get("flags", "") else "zen3", "26": "zen5"}
@@ -45,7 +45,7 @@ def chip() -> str:
 
 
 def warning(described: dict[str, Any]) -> str | None:
-    """Returns a warning if other processes are busy, as OpenMP servers become very slow beside other load."""
+    """Returns a warning if other processes are busy, because they make servers that use OpenMP very slow."""
     load = described["load_before"]
     if load <= _BUSY * described["cores"]:
         return None

@@ -1,4 +1,4 @@
-"""The folder with a model's weights and tokenizer, which peers load and prompts are made with; converts it if needed.
+"""Finds, or makes by conversion, the folder with the model's weights and tokenizer, which peers and prompts use.
 
 A separate process imports torch, so that the measuring process stays small.
 """
@@ -29,11 +29,11 @@ _CONVERT_S = 1800.0
 
 
 class NoFolder(Exception):
-    """There is no folder with the model's files on this machine."""
+    """Raised if this machine has no folder or file with the model."""
 
 
 def model_folder(uri: str, extra: Mapping[str, Any]) -> Path:
-    """Raises NoFolder."""
+    """Returns the model's folder, which may be a converted copy. Raises NoFolder if there is none."""
     folder = _told(_LOCATE, uri, json.dumps({**extra}))
     if not (folder / "tokenizer.json").is_file():
         raise NoFolder(f"no tokenizer.json in {folder}, the folder of {uri!r}")
@@ -41,10 +41,10 @@ def model_folder(uri: str, extra: Mapping[str, Any]) -> Path:
 
 
 def gguf_file(uri: str) -> Path:
-    """Returns the model's own GGUF file. Raises NoFolder."""
+    """Returns the model's own GGUF file. Raises NoFolder if the model is not a GGUF file."""
     file = _told(_FIND, uri)
     if file.suffix != ".gguf" or not file.is_file():
-        raise NoFolder(f"{uri!r} is no GGUF file")
+        raise NoFolder(f"{uri!r} is not a GGUF file")
     return file
 
 
@@ -54,5 +54,5 @@ def _told(program: str, *arguments: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_S, stdin=subprocess.DEVNULL)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        raise NoFolder(f"no files of {arguments[0]!r}: {(done.stderr.strip().splitlines() or [''])[-1]}")
+        raise NoFolder(f"no files found for {arguments[0]!r}: {(done.stderr.strip().splitlines() or [''])[-1]}")
     return Path(lines[-1])

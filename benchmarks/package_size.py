@@ -1,5 +1,4 @@
-"""Counts the files and lines of each part of the package, with separate counts of code, docstrings and comments, and
-blank lines.
+"""Counts the files and lines of each part of the package: code, docstrings, comments and blank lines separately.
 
 ``python -m benchmarks.package_size [FOLDER]`` counts a checkout, this one by default. It also counts the modules that
 have one importer and fewer than 80 lines.

@@ -1,4 +1,4 @@
-"""Starts and stops a server process, by its pid, and says what its processes use."""
+"""Starts and stops a server process, and measures the CPU time and memory of a process and its descendants."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SAMPLE_S = 0.25
 
 
 def family(pid: int) -> list[Any]:
-    """The process and all that descend from it."""
+    """Returns the process and all its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of the whole family, user and system."""
+    """Returns the CPU seconds, user and system, of a process and its descendants."""
     return _sum(family(pid), lambda each: sum(each.cpu_times()[:2]))
 
 
 def rss_mib(processes: Sequence[Any]) -> float:
-    """Summed over processes: pages that they share count once for each."""
+    """Returns the memory of all processes; pages that they share count once for each."""
     return _sum(processes, lambda each: each.memory_info().rss) / 2**20
 
 

@@ -1,6 +1,6 @@
-"""Prompts of given lengths in tokens, no two with the same beginning, and the same for every server of a run.
+"""Makes prompts of given lengths in tokens, no two with the same beginning, and the same for every server of a run.
 
-Needs only the file of the tokenizer, and nothing of the model.
+Needs only the tokenizer's file, and nothing of the model.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ beside between through against without before after during toward along across n
 few their our its this that and but because while until although where when which
 """
 _ENGLISH = Path(__file__).parent / "english.txt"
-_SLACK = 1  # 127 to 129 tokens are a prompt of 128
+_SLACK = 1  # a prompt of 128 tokens may have 127 to 129
 
 
 class Prompts:
-    """``seed`` determines all prompts; ``text`` never returns the same prompt for different labels."""
+    """Makes prompts. ``seed`` determines them all; ``text`` never returns the same prompt for different labels."""
 
     def __init__(self, folder: Path, seed: int = 1) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -34,7 +34,7 @@ class Prompts:
         self._seed = seed
 
     def text(self, tokens: int, *label: object) -> tuple[str, int]:
-        """Returns a prompt of about ``tokens`` tokens, and its exact number."""
+        """Returns a prompt of about ``tokens`` tokens, and its exact number of tokens."""
         for attempt in range(100):
             dice = random.Random(f"{self._seed} {label} {attempt}")
             # Two random numbers first: no two prompts share more than a few tokens, so no prefix is ever cached.
@@ -43,14 +43,14 @@ class Prompts:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             if abs((count := self.count(text)) - tokens) <= _SLACK:
                 return text, count
-        raise ValueError(f"no text of {tokens} tokens with this tokenizer")
+        raise ValueError(f"no text of {tokens} tokens was found for this tokenizer")
 
     def asks(self, count: int, tokens: int, new_tokens: int, *label: object) -> list[Ask]:
         """Returns requests with prompts of one length, answered greedily."""
         return [Ask(*self.text(tokens, *label, index), new_tokens) for index in range(count)]
 
     def passage(self, tokens: int, *label: object) -> tuple[str, int]:
-        """Returns English prose from a random place on, and its number of tokens."""
+        """Returns English prose that begins at a random place, and its number of tokens."""
         ids = self._tokenizer.encode(_ENGLISH.read_text(encoding="utf-8"), add_special_tokens=False).ids
         start = random.Random(f"{self._seed} {label}").randrange(len(ids) - tokens)
         text = self._tokenizer.decode(ids[start : start + tokens], skip_special_tokens=False)

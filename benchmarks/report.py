@@ -1,7 +1,7 @@
-"""Results as tables, made from the lines of ``benchmarks/results``.
+"""Makes tables of the results from the lines of ``benchmarks/results``.
 
-python -m benchmarks.report [--check]   the tables of benchmarks/results/*.md, written again or compared
-python -m benchmarks.report zen5        every run of a chip, in full
+python -m benchmarks.report [--check]   writes the tables of benchmarks/results/*.md again, or only compares them
+python -m benchmarks.report zen5        prints every run of a chip, in full
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Table = list[list[str]]  # the first row is the head
 
 @dataclass(frozen=True)
 class Column:
-    """One way into one server, with its cases."""
+    """One endpoint of one server, with its cases."""
 
     server: Mapping[str, Any]
     endpoint: str
@@ -41,7 +41,7 @@ Row = tuple[str, Callable[[Column], str]]
 
 
 def as_markdown(result: Mapping[str, Any]) -> str:
-    """Returns all there is in a result: the machine, a table with a column for each server, further cases, gaps."""
+    """Returns a whole result: the machine, a table with a column for each server, other cases, and missing cells."""
     machine = result["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores" + (f", {machine['gpu']}" if machine.get("gpu") else "")
     where += f", load before {machine['load_before']:.1f}"
@@ -65,8 +65,8 @@ def as_markdown(result: Mapping[str, Any]) -> str:
 def comparison(results: Sequence[Mapping[str, Any]], every: bool = False) -> Table:
     """Returns a column for each server, and for each endpoint of a server with several.
 
-    A run is shown in full, of several runs, each of a model and a format, what is compared first. ``every`` adds what
-    the pages leave out.
+    A single run is shown in full; of several runs, each with its model and format, only the most important rows are.
+    ``every`` adds the rows that the pages leave out.
     """
     names = {column.label: None for result in results for column in _columns(result)}
     rows: Table = [["", *names]]
@@ -163,7 +163,7 @@ def _memory(column: Column) -> str:
 
 
 def _cell(column: Column, names: Sequence[str], which: str, show: Callable[[str, Mapping[str, float]], str]) -> str:
-    """Returns one cell for several cases; a reason that all of them share is said once."""
+    """Returns one cell for several cases. If all of them are missing for the same reason, the cell has it once."""
     cases, failures = column.cases, column.server["failures"]
     cells = [show(name, cases[name][which]) if name in cases else failures.get(name, _NONE) for name in names]
     same = len(set(cells)) == 1 and not cells[0][:1].isdigit()
@@ -175,7 +175,7 @@ def _plain(value: float | None, digits: int = 0) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Returns a table as the pages have it."""
+    """Returns a table in Markdown."""
     head, *rows = [f"| {' | '.join(row)} |" for row in table]
     return "\n".join([head, f"|{'---|' * len(table[0])}", *rows])
 
@@ -197,7 +197,7 @@ def write_pages(folder: Path = FOLDER, check: bool = False) -> list[str]:
 
 
 def _page_table(folder: Path, chip: str, dates: Sequence[str]) -> str:
-    """One table that compares the servers of the runs of these dates. Raises KeyError."""
+    """Returns a table that compares the servers of the runs of these dates. Raises KeyError for an unknown date."""
     runs = {run.head["run"][:19]: run for run in read_runs(folder / f"{chip}.jsonl")}
     results = [runs[date].as_result() for date in dates]
     measured = "; ".join(f"{result['run'][:16].replace('T', ' ')} UTC, commit {result['commit']}" for result in results)
@@ -206,8 +206,8 @@ def _page_table(folder: Path, chip: str, dates: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("chip", nargs="?", help="the name of a file of results")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is stale")
+    parser.add_argument("chip", nargs="?", help="print the runs in this chip's file of results")
+    parser.add_argument("--check", action="store_true", help="write nothing; end with status 1 if a page is stale")
     options = parser.parse_args(arguments)
     if options.chip is None:
         stale = write_pages(check=options.check)

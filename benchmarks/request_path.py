@@ -1,4 +1,4 @@
-"""Counts the modules that one warm request enters, and lists the types of objects that hold its prompt on the way.
+"""Counts the modules that one warm request enters, and lists the classes whose objects hold its prompt on the way.
 
 ``python -m benchmarks.request_path`` serves the embedded model and a TorchServe handler in this process. It sends each
 kind of request twice, and infers one object of a cloud run twice with each model; the second time is profiled in every
@@ -35,7 +35,7 @@ from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
 from mlserver_torch_stream.cloud.run import CloudRun, stream
 
 _PACKAGE = Path(__file__).parent.parent / "mlserver_torch_stream"
-_PROMPT = "quokka harbour violin"  # stands for itself in every shape of the request
+_PROMPT = "quokka harbour violin"  # words by which the prompt is recognised in every shape of the request
 _HANDLER = """
 def handle(data, context):
     bodies = [row["body"] for row in data or ()]
@@ -48,7 +48,7 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 _READY_S = 300.0
 _FORWARDS = ("native_forward", "model_forward", "worker_rank")  # the modules that compute, or send to a handler
-_PAUSE_S = 0.5  # the last request's clean-up ends
+_PAUSE_S = 0.5  # in which the clean-up after a request ends
 
 
 class PathRecorder:
@@ -173,7 +173,7 @@ def _report(url: str, address: str, recorder: PathRecorder) -> None:
     end = time.monotonic() + _READY_S
     while answering(int(url.rpartition(":")[2]), "/v2/health/ready") != 200:
         if time.monotonic() > end:
-            raise SystemExit("the server is not ready")
+            raise SystemExit(f"error: the server was not ready within {_READY_S:.0f} s")
         time.sleep(0.2)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "prompt.txt").write_text(_PROMPT)

@@ -1,7 +1,7 @@
-"""Results as lines of JSON, one line for each measured cell, in one file for each chip.
+"""Reads and writes results: files with a line of JSON for each measured cell, one file for each chip.
 
-A run of a command begins with a line that says its name, date, commit, machine and model. Each measured cell follows
-with its own line: the server, the endpoint, the case, the sweep, and its figures, or in ``value`` why it has none.
+A run of a command begins with a line that has its name, date, commit, machine and model. A line for each measured cell
+follows: the server, the endpoint, the case, the sweep, and its figures, or in ``value`` the reason why it has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "results"
 START = "start"  # the case whose figures are ``ready_s`` and ``idle_rss_mib``
 NO_FIT = "does not fit"
-_SAME = ("name", "commit", "model", "extra", "scale", "sweeps")  # what the head of a run that goes on must share
+_SAME = ("name", "commit", "model", "extra", "scale", "sweeps")  # keys that must be equal to continue a run
 _DIGITS = 9
 Cell = tuple[str, str, str, int]  # server, endpoint, case, sweep
 
@@ -52,7 +52,7 @@ class Run:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Raises ValueError for a line that cannot be read, except the last, which a killed command may have cut."""
+    """Returns a file's runs. Raises ValueError for an invalid line, except the last, which may have been cut off."""
     runs: dict[str, Run] = {}
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     for number, text in enumerate(filter(None, lines), 1):
@@ -61,7 +61,7 @@ def read_runs(path: Path) -> list[Run]:
         except ValueError:
             if text == lines[-1]:
                 break
-            raise ValueError(f"{path}:{number}: is no JSON") from None
+            raise ValueError(f"{path}:{number}: is not JSON") from None
         if "name" in line:
             runs[line["run"]] = Run(line)
         else:

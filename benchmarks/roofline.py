@@ -1,8 +1,8 @@
-"""The least time that a machine needs for a step: the roofline of its memory's speed and of its units' peaks.
+"""Computes the least time that a machine needs for a step: the roofline of its memory's speed and its units' peaks.
 
-The longer of two times is the limit: that of reading the weights, and the keys and values, once at the speed of memory;
-and that of all multiplications at the peak of the unit that computes them. No program can be faster; both at once are
-not always possible (Williams, Waterman, Patterson: Roofline, CACM 2009). Knows neither torch nor servers.
+The limit is the longer of two times: reading the weights, keys and values once at the speed of the memory, and doing
+all multiplications at the peak of the unit that does them. No program can be faster, and not every one can do both at
+once (Williams, Waterman, Patterson: Roofline, CACM 2009). Knows neither torch nor servers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CASE = re.compile(r"c(?P<streams>\d+)|p(?P<prompt>\d+)")
 
 @dataclass(frozen=True)
 class Limits:
-    """``read``: bytes a second. ``peaks``: operations a second of each unit; 0: no such unit. Both of all threads."""
+    """The limits of all threads: ``read`` is in bytes/s, ``peaks`` has the operations/s of each unit (0: missing)."""
 
     read: float
     peaks: Mapping[str, float]
@@ -28,13 +28,13 @@ class Limits:
         return next(unit for unit in UNITS if self.peaks[unit])
 
     def packed_unit(self) -> str:
-        """Returns the unit that multiplies packed weights; a CPU without VNNI has none for them alone."""
+        """Returns the unit that multiplies packed weights; without VNNI it is the one for bf16."""
         return INT8 if self.peaks[INT8] else self.bf16_unit()
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step cannot do without: bytes that it reads, operations that it computes."""
+    """The least work of a step: the bytes that it must read, and the operations that it must compute."""
 
     bytes: float
     operations: float
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Model:
-    """A dense decoder. ``projections``, ``head``: weights of the layers' products, and of the last one."""
+    """A dense decoder. ``projections`` and ``head`` count the weights of the layers' matrices and of the last one."""
 
     projections: int
     head: int
@@ -58,7 +58,7 @@ class Model:
     cache_item: int = 2  # bytes of a number in the KV cache
 
     def decode(self, rows: int, context: float) -> Work:
-        """One step of so many sequences, each with ``context`` tokens in the cache."""
+        """Returns the work of a step of ``rows`` sequences, each with ``context`` tokens in the cache."""
         seen = rows * (context + 1) * self.layers * self.head_dim
         cached = 2 * seen * self.kv_heads * self.cache_item
         operations = 2 * rows * (self.projections + self.head) + 4 * seen * self.heads
@@ -71,8 +71,8 @@ class Model:
 
 
 def share(case: str, figures: Mapping[str, float], prompt: int, new: int, roofline: Mapping[str, Any]) -> float | None:
-    """Returns the least time over the measured one: of a decode step while all streams of ``c16`` decode, of the first
-    token of ``p2000``; None for other cases. ``prompt``, ``new``: tokens of each stream of ``c16``.
+    """Returns the least time divided by the measured one, for a decode step (cases like ``c16``, while all streams
+    decode) or a first token (cases like ``p2000``); otherwise None. A stream has ``prompt`` and ``new`` tokens.
     """
     match = _CASE.fullmatch(case)
     if match is None:

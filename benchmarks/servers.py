@@ -1,6 +1,6 @@
-"""Servers as a benchmark sees them: something that starts, becomes ready, and has endpoints.
+"""Defines what a benchmark needs of a server (it starts, becomes ready, and has endpoints), and starts ours.
 
-Does not know what is measured, nor how any server but ours is started.
+Does not know what is measured, nor how other servers are started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG_TAIL = 1500
 
 
 class StartFailed(Exception):
-    """A server ended or was not ready in time; the message has the end of its log."""
+    """Raised if a server ends or is not ready in time; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Contender(Protocol):
     def versions(self) -> dict[str, str]: ...
 
     def start(self, folder: Path) -> AbstractContextManager[Live]:
-        """``folder`` is an empty folder for its settings and its log. Raises StartFailed."""
+        """Starts it with an empty folder for its settings and log. Raises StartFailed if it does not become ready."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Ours:
 
 
 def write_mlserver_folder(folder: Path, models: Mapping[str, Mapping[str, Any]], more: Mapping[str, Any]) -> None:
-    """``models``: their model-settings.json by name. ``more``: of the settings.json, beside what all servers have."""
+    """Writes model-settings.json for each name in ``models``, and settings.json with ``more`` settings."""
     settings = {"host": HOST, "debug": False, "parallel_workers": 0, "gzip_enabled": False, **more}
     (folder / "settings.json").write_text(json.dumps(settings))
     for name, described in models.items():
@@ -98,7 +98,7 @@ def write_mlserver_folder(folder: Path, models: Mapping[str, Mapping[str, Any]],
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's own, without settings that would leak into a server."""
+    """Returns this process's variables without settings of MLServer, which would change the server."""
     kept = "MLSERVER_TORCH_STREAM_CACHE"
     return {name: text for name, text in os.environ.items() if name == kept or not name.startswith("MLSERVER_")}
 

@@ -1,6 +1,6 @@
-"""Models of a size: decoders of Llama's form with random weights, written to disk once and removed after the run.
+"""Makes models of a given size: Llama decoders with random weights, written to disk once and removed after the run.
 
-Speed depends on the shape, not on the values. The tokenizer is that of another model, whose tokens the head has.
+Speed depends on the shape, not on the values. The tokenizer and the vocabulary are those of another model.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ SHAPES = {
     "3B": Shape(3072, 8192, 28, 24, 8),
     "8B": Shape(4096, 14336, 32, 32, 8, tied=False),
 }
-BITS = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.6}  # of a weight, in each format
+BITS = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.6}  # for each weight
 
 
 @contextmanager
 def written(name: str, folder: Path, tokenizer: Path) -> Iterator[Path]:
-    """The folder of a model of the shape in bf16, below ``folder``; it and what peers made of it are removed after."""
+    """Yields the folder of a bf16 model of the shape; then removes it, and the files that peers made from it."""
     place = folder / "models" / f"llama-{name}"
     try:
         if not (place / "model.safetensors.index.json").is_file():
@@ -69,7 +69,7 @@ def written(name: str, folder: Path, tokenizer: Path) -> Iterator[Path]:
 
 def llama_config(shape: Shape, vocabulary: int, **more: Any) -> LlamaConfig:
     """Returns the config of a model of the shape in bf16, with further fields."""
-    from transformers import LlamaConfig  # which takes memory that the measuring process need not have
+    from transformers import LlamaConfig  # imported here, as the measuring process should not need its memory
 
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
@@ -80,7 +80,7 @@ def llama_config(shape: Shape, vocabulary: int, **more: Any) -> LlamaConfig:
 
 
 def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
-    """One file for each layer: no more than one is in memory."""
+    """Writes one file for each layer, so that no more than one layer is in memory."""
     from accelerate import init_empty_weights
     from transformers import LlamaForCausalLM
 
@@ -111,7 +111,7 @@ def _write(shape: Shape, place: Path, tokenizer: Path) -> None:
 
 
 def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
-    """The tokens that are not letters alone. No answer has them: servers send no event for a token without text."""
+    """Returns the tokens that are not only letters. No answer gets them, because a token without text has no event."""
     without = torch.ones(vocabulary, dtype=torch.bool)
     tokens = Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab().items()
     without[[number for text, number in tokens if re.fullmatch("[Ġ▁]?[A-Za-z]+", text)]] = False
@@ -119,7 +119,7 @@ def _without_text(place: Path, vocabulary: int) -> torch.Tensor:
 
 
 def _random(size: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """Norms are ones."""
+    """Returns random weights; those of norms (one dimension) are ones."""
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
     return (torch.randn(size, generator=generator) * _SPREAD).to(torch.bfloat16)

@@ -1,9 +1,9 @@
-"""``make soak``: sends short requests to all endpoints in turn. What the server holds must stay constant, its counts
-exact.
+"""``make soak``: sends short requests to all endpoints in turn. The server's memory, descriptors and threads must not
+grow, and its token counts must be exact.
 
-Knows the server only as a process with ports. The first quarter of the requests is the warm-up. There is a request for
-each endpoint, in every spelling, and its answer is checked. The connections stay open, and are Python's own
-``http.client``: it takes a third of httpx's processor time, which the server has instead.
+Knows the server only as a process with ports. The first quarter of the requests is the warm-up. Each endpoint gets a
+request in each of its formats, and the answer is checked. The connections stay open. They use Python's
+``http.client``, which takes a third of httpx's CPU time and so leaves more of it to the server.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from benchmarks.results import FOLDER, Recorder, commit
 from benchmarks.servers import EMBEDDED, Live, Ours
 from benchmarks.sweep import started
 
-_CLIENTS = 16  # half of the rows that the engine decodes together
+_CLIENTS = 16  # half as many as the rows that the engine decodes together
 _SAMPLES = 40
 _WHEN = ("after_warm_up", "at_the_end")
 _WARM_UP = _SAMPLES // 4
-# How much more of each the last quarter may hold than the one after the warm-up, however many requests there are.
-_MOST = {"rss_mib": 32.0, "descriptors": 4, "threads": 4}  # the latter two: pools that fill late
+# How much the last quarter may exceed the quarter after the warm-up, however many requests there are.
+_MOST = {"rss_mib": 32.0, "descriptors": 4, "threads": 4}  # descriptors and threads: some pools fill late
 MODEL = Ours.model
 TOKENS = 2
 _METHODS = "/inference.GRPCInferenceService"
@@ -61,7 +61,7 @@ _FLAT = {"text_input": _PROMPT, "max_tokens": TOKENS, **_GREEDY}
 _RESPONSES = {"model": MODEL, "input": _PROMPT, "max_output_tokens": TOKENS, **_GREEDY}
 _COUNTED, _DONE, _STREAMED = f'"completion_tokens":{TOKENS}', "[DONE]", {"stream": True}
 _RESPONDED = [f'"output_tokens":{TOKENS}', '"incomplete"']
-# What is posted where, and what the answer says.
+# The path and the body of each request, and the texts that its answer must have.
 _GENERATING: Sequence[tuple[str, Mapping[str, Any], Sequence[str]]] = (
     (f"/v2/models/{MODEL}/infer", V2Spelling(MODEL).body(_ASK), [_FINAL]),
     (f"/v2/models/{MODEL}/infer_stream", V2Spelling(MODEL).body(_ASK), [_FINAL]),
@@ -83,7 +83,7 @@ _READ = (
 
 
 class WrongAnswer(Exception):
-    """An answer is not what the request asks for. The message has both."""
+    """Raised if an answer is not the expected one. The message has the beginning of the answer."""
 
 
 class SoakClient:
@@ -109,9 +109,9 @@ class SoakClient:
         self._channel.close()
 
     def _ask(self, method: str, path: str, body: Any = None, kind: str = "application/json", status: int = 200) -> str:
-        """The text of the answer. ``body``: bytes, or an object for JSON. Raises WrongAnswer for another status."""
+        """Returns the answer. A ``body`` that is not bytes is sent as JSON. Raises WrongAnswer for another status."""
         if self._http.sock is not None and select([self._http.sock], [], [], 0)[0]:
-            self._http.close()  # the server has closed it, as it does where a client is silent for some seconds
+            self._http.close()  # the server has closed it, as it does after some seconds without a request
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         self._http.request(method, path, content, {} if body is None else {"Content-Type": kind})
         reply = self._http.getresponse()
@@ -129,7 +129,7 @@ class SoakClient:
         return 0
 
     def _file(self) -> int:
-        """Four requests that leave nothing behind, counted as one."""
+        """Sends four requests that leave nothing behind and count as one."""
         path = f"/v1/files/{json.loads(self._ask('POST', '/v1/files', _UPLOAD, _FORM))['id']}"
         self._ask("GET", path)
         content = self._ask("GET", f"{path}/content")
@@ -219,8 +219,8 @@ def growth(held: Sequence[Held]) -> dict[str, tuple[float, float]]:
 
 
 def problems(held: Sequence[Held], tokens: int, counted: int) -> list[str]:
-    """Returns which values grew after the warm-up, and whether the counts differ."""
-    found = [] if tokens == counted else [f"{tokens} tokens answered, {counted} counted by the server"]
+    """Returns a line for each value that grew too much after the warm-up, and one if the token counts differ."""
+    found = [] if tokens == counted else [f"the answers have {tokens} tokens, but the server counted {counted}"]
     grown = growth(held).items()
     return found + [f"{name} grew from {a:g} to {b:g}" for name, (a, b) in grown if b - a > _MOST[name]]
 
@@ -237,13 +237,13 @@ def summary(result: Mapping[str, Any], held: Sequence[Held]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Short requests over all endpoints in turn.")
-    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser = argparse.ArgumentParser(description="Send short requests to all endpoints in turn.")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="how many (%(default)s)")
     parser.add_argument("--uri", default=EMBEDDED)
     parser.add_argument("--output", type=Path, default=FOLDER / f"{machine.chip()}.jsonl")
     arguments = parser.parse_args(argv)
     if arguments.requests < _SAMPLES:
-        parser.error(f"--requests: at least {_SAMPLES}")
+        parser.error(f"--requests: must be at least {_SAMPLES}")
     described, began, ours = machine.describe(), time.monotonic(), Ours(arguments.uri)
     with started(ours) as server:
         held, tokens, counted = soak(server, arguments.requests)

@@ -1,4 +1,4 @@
-"""Runs cases against servers, one server at a time, in alternating sweeps. Each sweep starts each server again.
+"""Runs cases on servers, one server at a time, in alternating sweeps. Each sweep starts each server again.
 
 Cells that the recorder already has are not run again.
 """
@@ -28,12 +28,12 @@ from benchmarks.servers import Contender, Live, StartFailed
 
 Result = TypeVar("Result")
 _WARM_STREAMS = 32
-_KILLED = "ended with -9"  # by the kernel, which had no memory left
+_KILLED = "ended with -9"  # killed by the kernel, because the machine has too little memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """With ``lenient``, a server that answers wrongly or does not start is recorded and skipped instead of raising.
+    """What is run. If ``lenient``, a wrong answer or a failed start is recorded as such, instead of raised.
 
     ``least_mib`` is the memory that each server needs at least.
     """
@@ -76,7 +76,7 @@ Left = dict[tuple[str, str, str, int], Case]
 
 
 def _left(name: str, plan: Plan, sweep: int, recorder: Recorder) -> Left:
-    """The cells of a server that have no line yet."""
+    """Returns the cells of a server that have no line yet."""
     cells = {(name, endpoint, case.name, sweep): case for endpoint in plan.endpoints for case in plan.cases}
     return {cell: case for cell, case in cells.items() if not recorder.has(cell)}
 
@@ -101,7 +101,7 @@ async def _run_cases(live: Live, plan: Plan, left: Left, recorder: Recorder) -> 
             streams = max(case.streams for case in cells.values())
             await warm_up(endpoint, plan.scale, plan.prompts, min(_WARM_STREAMS, streams))
             for cell, case in cells.items():
-                label = (cell[3], endpoint_name)  # else the second endpoint would find the first one's prompts cached
+                label = (cell[3], endpoint_name)  # so that no endpoint finds another one's prompts in the cache
                 await _attempt(case, endpoint, live.pid, label, cell, plan, recorder)
         except (WrongCount, BadAnswer) as error:
             if not plan.lenient:

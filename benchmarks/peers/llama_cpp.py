@@ -18,7 +18,7 @@ from benchmarks.peers.peer import Peer, PeerUnavailable
 _SOURCE = "llama-cpp-python==0.3.36"
 _VENDORED = "llama_cpp_python-*/vendor/llama.cpp"
 _OFF = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "BUILD_SHARED_LIBS")
-_QUANTISED = {"q4_0": "Q4_0", "q4_k": "Q4_K_S"}  # by another program than the converter
+_QUANTISED = {"q4_0": "Q4_0", "q4_k": "Q4_K_S"}  # made by llama-quantize, not by the converter
 _SLOTS = 32
 _SLOT_CONTEXT = 2304  # tokens: the longest prompt of the default cases, and its answer
 
@@ -31,7 +31,7 @@ class LlamaCpp(Peer):
     def make(self) -> None:
         for tool in ("cmake", "c++"):
             if shutil.which(tool) is None:
-                raise PeerUnavailable(f"needs {tool} to be built")
+                raise PeerUnavailable(f"{tool}, which builds it, is not installed")
         self.make_venv()
         if not list(self.home.glob(_VENDORED)):
             self.pip("download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(self.home), _SOURCE)
@@ -68,7 +68,7 @@ class LlamaCpp(Peer):
     def _source(self) -> Path:
         for found in sorted(self.home.glob(_VENDORED)):
             return found
-        raise PeerUnavailable(f"{_SOURCE} carries no vendor/llama.cpp")
+        raise PeerUnavailable(f"the sources of {_SOURCE} have no folder vendor/llama.cpp")
 
     @property
     def _build(self) -> Path:
@@ -79,7 +79,7 @@ class LlamaCpp(Peer):
             self.convert("bf16")
 
     def convert(self, kind: str) -> Path:
-        """Makes a GGUF file of the weights in ``bf16``, ``q8_0``, ``q4_0`` or ``q4_k``. Raises PeerUnavailable."""
+        """Returns a GGUF file in ``bf16``, ``q8_0``, ``q4_0`` or ``q4_k``. Raises PeerUnavailable if it is not made."""
         made = self._converted(kind)
         if not made.is_file():
             partial = made.with_suffix(".partial")

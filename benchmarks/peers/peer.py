@@ -29,23 +29,23 @@ print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:
 
 
 class PeerUnavailable(Exception):
-    """A peer cannot be installed here; the message says why in one line."""
+    """Raised if a peer cannot be installed or prepared here; the message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Installed(ABC):
-    """``home`` is the peer's folder, ``model`` the folder of the weights that every peer gets."""
+    """A program installed in its own folder ``home``. ``model`` is the folder of the weights that every peer gets."""
 
     home: Path
     model: Path
-    distributions: Sequence[str] = ()  # whose versions say what was measured
+    distributions: Sequence[str] = ()  # whose versions are recorded with the results
 
     @abstractmethod
     def make(self) -> None:
-        """Installs the peer; called once. Raises PeerUnavailable."""
+        """Installs the peer; called once. Raises PeerUnavailable if it cannot be installed."""
 
     def install(self) -> None:
-        """Installs the peer once; a marker file records what was installed. Raises PeerUnavailable."""
+        """Installs the peer unless the marker file of an earlier installation exists. Raises PeerUnavailable."""
         marker = self.home / ".installed"
         if marker.is_file():
             return
@@ -77,7 +77,7 @@ class Installed(ABC):
         self.pip("install", "--progress-bar", "off", TORCH, *(["--index-url", index] if index else []))
 
     def run(self, command: Sequence[str], folder: Path | None = None) -> str:
-        """Runs a command and returns its output, which is also logged. Raises PeerUnavailable with its last line."""
+        """Runs a command, and returns and logs its output. If it fails, raises PeerUnavailable with the last line."""
         log = self.home / "install.log"
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
@@ -119,7 +119,7 @@ class Peer(Installed):
     def spelling(self) -> Spelling: ...
 
     def prepare(self) -> None:
-        """Makes the other files that it needs of the model, if they are not there yet. Raises PeerUnavailable."""
+        """Makes the files that it needs of the model, such as a converted copy. Raises PeerUnavailable on failure."""
 
     def environment(self) -> Mapping[str, str]:
         return {}

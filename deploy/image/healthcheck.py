@@ -1,6 +1,6 @@
 """Ends with status 0 if the server of this container is ready, else with 1. Knows nothing of models.
 
-It finds the server by its variables. A server that asks for its clients' certificates does not answer it.
+It finds the server by its variables. If the server requires certificates from its clients, the check fails.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The settings of this machine's pip, for a pip in another root file system. Knows nothing of images."""
+"""Reads the settings of this machine's pip, for a pip in another root file system. Knows nothing of images."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _KEYS = ("cert", "default-timeout", "extra-index-url", "find-links", "index-url", "timeout", "trusted-host")
-_CERTIFICATE = "/run/pip-certificate.pem"  # not the place of the system's own, which a step may write
+_CERTIFICATE = "/run/pip-certificate.pem"  # not the path of the system's own certificates, which a step may write
 _SECTIONS = (":env:", "install", "global")  # the first that has a key counts
 
 
 @dataclass(frozen=True)
 class HostPip:
-    """``binds``: files and folders of this machine that the settings name, by their places there."""
+    """The settings, and the files of this machine that they name.
+
+    ``binds`` maps paths in the other file system to the files and folders of this machine to be mounted there.
+    """
 
     settings: dict[str, str]  # by pip's names
     binds: dict[str, Path]

@@ -1,7 +1,7 @@
 """Builds a Dockerfile's target with buildah, as root and without a registry, and unpacks the image.
 
 The base is a Debian that debootstrap makes; it is imported under the name in ``FROM``. Each step runs in a chroot, with
-this machine's settings of pip. Knows nothing of the server that the image starts.
+this machine's pip settings. Knows nothing of the server that the image starts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PIP_CONFIGURATION = "/etc/xdg/pip"  # where pip reads the machine's settings
 
 
 class StepFailed(Exception):
-    """A command that fails, or a base that cannot be made here."""
+    """Raised if a command fails, or if the base image cannot be made here."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image whose files are at ``root``. ``user``: ``uid:gid``. ``health``: the command of its health check."""
+    """An image whose files are at ``root``. ``user`` is ``uid:gid``; ``health`` is the command of its health check."""
 
     root: Path
     environment: Mapping[str, str]
@@ -42,9 +42,9 @@ class Image:
 
 
 class Builder:
-    """Keeps all images below the folder ``work``; a build uses an earlier one's layers again.
+    """Builds images, and keeps them below the folder ``work``. A build reuses the layers of earlier builds.
 
-    ``pip``: the settings for every RUN.
+    ``pip`` has the settings of pip for every RUN.
     """
 
     def __init__(self, work: Path, pip: HostPip) -> None:
@@ -53,14 +53,17 @@ class Builder:
         self._buildah = ("buildah", "--root", str(work / "storage"), "--runroot", str(work / "run"))
 
     def build(self, dockerfile: Path, context: Path, target: str, base: str, arguments: Mapping[str, str]) -> Image:
-        """Returns the image of the stage ``target``. ``arguments``: those of the build. Raises StepFailed."""
+        """Builds the stage ``target`` with these build arguments, and returns its image.
+
+        Raises StepFailed if a command fails, or if ``base`` is not a Debian that can be made here.
+        """
         self._import(base)
         options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
         mounts = {place: source for place, source in self._pip.binds.items() if source.exists()}
         mounts[_PIP_CONFIGURATION] = self._pip.write(self._work / "pip")
         options += [f"--volume={source}:{place}:ro" for place, source in mounts.items()]
         options += ["--isolation=chroot", "--pull=never", "--format=docker", "--layers", f"--target={target}"]
-        self._call("rm", "--all")  # an earlier build's
+        self._call("rm", "--all")  # containers of an earlier build
         self._call("build", *options, "--file", str(dockerfile), "--tag", target, str(context), shown=True)
         return self._unpack(target)
 
@@ -68,7 +71,7 @@ class Builder:
         """Makes the Debian that ``base`` names, unless there is one from an earlier build."""
         found = _DEBIAN.fullmatch(base)
         if found is None:
-            raise StepFailed(f"FROM {base}: only debian:…-slim can be made here")
+            raise StepFailed(f"FROM {base}: the base must be debian:RELEASE-slim, which debootstrap can make")
         if any(name.endswith(f"/{base}") for name in self._call("images", "--format", "{{.Name}}:{{.Tag}}").split()):
             return
         root = self._work / "debian"
@@ -98,9 +101,9 @@ class Builder:
 
 
 def call(*command: str, shown: bool = False) -> str:
-    """Runs a command, and returns its output; empty if the output is shown. Raises StepFailed."""
+    """Runs a command, and returns its output; empty if the output is shown. Raises StepFailed if the command fails."""
     output = None if shown else subprocess.PIPE
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, text=True, timeout=_STEP_S)
     if done.returncode:
-        raise StepFailed(f"status {done.returncode}: {shlex.join(command)}")
+        raise StepFailed(f"the command ended with status {done.returncode}: {shlex.join(command)}")
     return done.stdout or ""

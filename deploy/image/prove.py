@@ -57,7 +57,7 @@ for folder in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Start:
-    """One way to start the image. ``writable``: folders and their modes."""
+    """One way to start the image. ``writable`` maps the writable folders to their modes."""
 
     said: str
     command: Sequence[str]
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _readable(model: Path, folder: Path) -> Path:
-    """A folder with copies of the model's files that every user can read."""
+    """Returns a folder with copies of the model's files, which every user can read."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for path in model.iterdir() if model.is_dir() else (model,):
@@ -112,7 +112,7 @@ def _by_entry_point(image: Image) -> Start:
 
 
 def _by_manifest(image: Image) -> Start:
-    """As Kubernetes does: its command, its variables over the image's, and empty folders at its mounts."""
+    """Returns the start that Kubernetes makes: the manifest's command, its variables over the image's, empty mounts."""
     (container,) = yaml.safe_load(_MANIFEST.read_text(encoding="utf-8"))["spec"]["containers"]
     own = {each["name"]: each["value"].replace("{{.Name}}", "proved") for each in container["env"]}
     environment = {**image.environment, **own, "MLSERVER_HTTP_PORT": "8080"}
@@ -129,13 +129,13 @@ def _prove(image: Image, start: Start, model: Path, work: Path) -> None:
         end = time.monotonic() + _READY_S
         while _is_outside(process) or subprocess.run([*inside, *image.health], timeout=60).returncode:
             if process.poll() is not None or time.monotonic() > end:
-                raise StepFailed(f"the image is not ready:\n{log.read_text()}")
+                raise StepFailed(f"the server of the image did not become ready:\n{log.read_text()}")
             time.sleep(0.5)
         for script, words in ((_WRITE, ["/", "/opt", "/opt/venv", _MODELS]), (_ASK, [start.model])):
             if subprocess.run([*inside, "python", "-c", script, *words], timeout=300).returncode:
-                raise StepFailed(f"the image does not do this:{script}{log.read_text()}")
+                raise StepFailed(f"this script failed in the image:{script}\nThe server's log:\n{log.read_text()}")
     if process.returncode:
-        raise StepFailed(f"the image ends with status {process.returncode}:\n{log.read_text()}")
+        raise StepFailed(f"the server of the image ended with status {process.returncode}:\n{log.read_text()}")
     print(*(line for line in log.read_text().splitlines() if "our own kernels" in line), sep="\n")
 
 
@@ -164,7 +164,7 @@ def _started(image: Image, start: Start, model: Path, log: Path) -> Iterator[sub
 
 
 def _is_outside(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process has not yet changed its root, or has ended."""
+    """Returns whether the process has not yet changed its root, or has ended."""
     try:
         return os.readlink(f"/proc/{process.pid}/root") == "/"
     except OSError:
@@ -172,7 +172,7 @@ def _is_outside(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _entering(process: subprocess.Popen[bytes], start: Start) -> list[str]:
-    """What runs a command beside the server, as ``docker exec`` and the health check do."""
+    """Returns the words that run a command next to the server, as ``docker exec`` and the health check do."""
     uid, gid = start.user.split(":")
     namespaces = ["nsenter", f"--target={process.pid}", "--mount", "--net", "--root", "--wd=/"]
     variables = [f"{name}={value}" for name, value in start.environment.items()]
@@ -181,7 +181,9 @@ def _entering(process: subprocess.Popen[bytes], start: Start) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.image.prove", description=__doc__)
-    parser.add_argument("--work", required=True, help="a folder of some gigabytes; a Debian in it is used again")
+    parser.add_argument(
+        "--work", required=True, help="a folder for some gigabytes of images; the next run reuses its Debian"
+    )
     parser.add_argument("--model", type=Path, help="a folder with a model, or a .gguf file; default: the embedded one")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     return parser

@@ -1,6 +1,6 @@
 """Writes dashboard.json, the Grafana dashboard of the server's metrics: ``python deploy/monitoring/dashboard.py``.
 
-The panels are the table ``ROWS``; all else is what Grafana wants around them. Units are Grafana's names.
+The panels are in the table ``ROWS``; the rest is what Grafana requires around them. Units have Grafana's names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _WIDTH = 24  # of Grafana's grid
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """``queries``: each legend and its PromQL, in which ``@`` is the choice of models and servers.
+    """A panel. ``queries`` has the PromQL of each legend, in which ``@`` stands for the selected models and servers.
 
-    ``most`` is the end of the axis. ``kind`` is Grafana's name; a ``stat`` shows the last value alone.
+    The axis ends at ``most``. ``kind`` is Grafana's name of the type; a ``stat`` shows only the last value.
     """
 
     title: str
@@ -53,7 +53,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Tokens per second", "Generated.", "short", {"tokens/s": _rate("generation_tokens_total")}, "stat"),
         Panel(
             "First token, p95",
-            "From a request's start to its first event.",
+            "The time from a request's start to its first event.",
             "s",
             _quantiles("time_to_first_token", 0.95),
             "stat",
@@ -61,7 +61,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Between tokens, p99",
-            "Between two tokens of a sequence.",
+            "The time between two tokens of a sequence.",
             "s",
             _quantiles("inter_token_latency", 0.99),
             "stat",
@@ -85,7 +85,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Failed requests",
-            "The share of requests that the server is to blame for: 500, 503, 504.",
+            "The share of requests that failed through the server's fault: 500, 503, 504.",
             "percentunit",
             {
                 "failed": "sum(rate(torch_stream_request_errors_total"
@@ -99,28 +99,48 @@ ROWS: dict[str, list[Panel]] = {
     "Requests": [
         Panel(
             "Requests per second, by their end",
-            "A request ends as the worst of its sequences; refused ones never reached the engine.",
+            "A request has the finish reason of its worst sequence; refused requests never reached the engine.",
             "reqps",
             {"{{finish_reason}}": _rate("requests_total", "finish_reason")},
             stacked=True,
         ),
         Panel(
             "In the server",
-            "Sequences that decode, prompts that are computed, prompts that wait.",
+            "Sequences that decode; prompts that are computed, that wait, or that still arrive.",
             "short",
             {
                 "decoding": _sum("running_sequences"),
                 "prefilling": _sum("prefilling_requests"),
                 "waiting": _sum("waiting_requests"),
-                "prompts that are still sent": _sum("open_prompts"),
+                "prompts still arriving": _sum("open_prompts"),
             },
         ),
     ],
     "Latency": [
-        Panel("To the first token", "Queue and prompt.", "s", _quantiles("time_to_first_token", 0.5, 0.95, 0.99)),
-        Panel("Between tokens", "Of a sequence.", "s", _quantiles("inter_token_latency", 0.5, 0.95, 0.99)),
-        Panel("In the queue", "Before the prompt is computed.", "s", _quantiles("request_queue_time", 0.5, 0.95, 0.99)),
-        Panel("Whole requests", "To the last event.", "s", _quantiles("e2e_request_latency", 0.5, 0.95, 0.99)),
+        Panel(
+            "To the first token",
+            "The time in the queue and for the prompt.",
+            "s",
+            _quantiles("time_to_first_token", 0.5, 0.95, 0.99),
+        ),
+        Panel(
+            "Between tokens",
+            "The time between two tokens of a sequence.",
+            "s",
+            _quantiles("inter_token_latency", 0.5, 0.95, 0.99),
+        ),
+        Panel(
+            "In the queue",
+            "The time before the prompt is computed.",
+            "s",
+            _quantiles("request_queue_time", 0.5, 0.95, 0.99),
+        ),
+        Panel(
+            "Whole requests",
+            "The time from a request's start to its last event.",
+            "s",
+            _quantiles("e2e_request_latency", 0.5, 0.95, 0.99),
+        ),
     ],
     "Work": [
         Panel(
@@ -141,7 +161,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Hits",
-            "Prompt tokens that the prefix cache held; drafts of prompt lookup that were right.",
+            "The shares of prompt tokens that the prefix cache held, and of prompt lookup's drafts that were right.",
             "percentunit",
             {
                 "prefix cache": f"{_rate('prefix_cache_hit_tokens_total')} / "
@@ -164,13 +184,13 @@ ROWS: dict[str, list[Panel]] = {
     "Trouble": [
         Panel(
             "Errors per second, by status",
-            "REST's status, also of gRPC calls.",
+            "The status is that of REST, for gRPC calls too.",
             "reqps",
             {"{{status_code}}": _rate("request_errors_total", "status_code")},
             stacked=True,
         ),
         Panel(
-            "Sequences per second that did not end by themselves",
+            "Interrupted sequences per second",
             "A preempted sequence is computed again and loses nothing.",
             "short",
             {
@@ -200,12 +220,12 @@ ROWS: dict[str, list[Panel]] = {
 
 
 def queries() -> list[str]:
-    """The PromQL of all panels, with Grafana's variables."""
+    """Returns the PromQL of all panels, with Grafana's variables."""
     return [query.replace("@", _ONLY) for panel in chain(*ROWS.values()) for query in panel.queries.values()]
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana's import takes it, schema version 39 (Grafana 11)."""
+    """Returns the dashboard in the format that Grafana imports, schema version 39 (Grafana 11)."""
     return {
         "annotations": {"list": []},
         "description": "Streams of tokens on MLServer: load, latency, work and trouble.",

@@ -1,4 +1,4 @@
-"""The archives of a release: one wheel for this machine and one sdist, and what has to be in them.
+"""Finds the archives of a release, one wheel for this machine and one sdist, and checks what they contain.
 
 Knows nothing of installing them.
 """
@@ -21,7 +21,7 @@ _NEEDED = ("Name", "Version", "Summary", "License-Expression", "License-File", "
 
 
 class BadArchive(Exception):
-    """An archive is missing, or lacks something. The message names both."""
+    """Raised if an archive is missing or has wrong contents. The message names the archive and the fault."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Archives:
 
 
 def package_files() -> list[str]:
-    """The checkout's files of the package, code and data, as both archives have to name them."""
+    """Returns the paths of the package's files, code and data, which both archives must contain."""
     paths = sorted(path for path in (_CHECKOUT / PACKAGE).rglob("*") if path.is_file())
     return [str(path.relative_to(_CHECKOUT)) for path in paths if "__pycache__" not in path.parts]
 
 
 def find_archives(folder: Path, version: str) -> Archives:
-    """Raises BadArchive unless there is one wheel for this machine and one sdist, both of this version."""
+    """Returns the wheel for this machine and the sdist, both of this version. Raises BadArchive if one is missing."""
     tag = f"{PACKAGE}-{version}-py3-none-manylinux_2_28_{platform.machine()}.whl"
     archives = Archives(folder / tag, folder / f"{PACKAGE}-{version}.tar.gz")
     for path in (archives.wheel, archives.sdist):
@@ -47,14 +47,14 @@ def find_archives(folder: Path, version: str) -> Archives:
 
 
 def check_contents(archives: Archives) -> None:
-    """Raises BadArchive for files or fields of the metadata that a release needs and an archive lacks."""
+    """Raises BadArchive if an archive lacks a file or a metadata field that a release needs, or has compiled Python."""
     with zipfile.ZipFile(archives.wheel) as wheel:
         names = wheel.namelist()
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         fields = email.message_from_bytes(wheel.read(metadata))
     _check(archives.wheel, names, package_files())
     if not any("/prebuilt/" in name and name.endswith(".so") for name in names):
-        raise BadArchive(f"{archives.wheel.name} has no kernels that are compiled ahead")
+        raise BadArchive(f"{archives.wheel.name} has no kernels that are compiled ahead of time")
     _check_fields(archives.wheel, fields)
     with tarfile.open(archives.sdist) as sdist:
         inside = [name.partition("/")[2] for name in sdist.getnames()]
@@ -68,7 +68,7 @@ def _check(archive: Path, names: list[str], wanted: Sequence[str]) -> None:
     missing = [want for want in wanted if want not in names]
     strange = [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
     if missing or strange:
-        raise BadArchive(f"{archive.name}: missing {missing}, not wanted {strange[:3]}")
+        raise BadArchive(f"{archive.name}: missing files {missing}, files not wanted in it {strange[:3]}")
 
 
 def _check_fields(archive: Path, fields: Message) -> None:

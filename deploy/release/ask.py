@@ -1,6 +1,6 @@
-"""Asks the server at an address for streams: over V2, as plain HTTP, and by the openai SDK.
+"""Asks the server at an address for streams: over V2 with plain HTTP, and with the openai SDK.
 
-Run by the interpreter of an environment that has the package and the SDK: ``ask.py http://127.0.0.1:8080``.
+It needs an interpreter whose environment has the package and the SDK: ``ask.py http://127.0.0.1:8080``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     (name,) = (model.id for model in OpenAI(base_url=f"{url}/v1", api_key="none").models.list())
     for label, pieces in (("V2", _by_v2(url, name)), ("openai SDK", _by_openai(url, name))):
         if len(pieces) < 2 or "Paris" not in "".join(pieces):
-            sys.exit(f"{label}: {pieces!r} is no streamed answer")
+            sys.exit(f"{label}: expected several pieces that name Paris, got {pieces!r}")
         print(f"{label}: {len(pieces)} pieces: {''.join(pieces)[:60]!r}")
 
 

@@ -1,7 +1,7 @@
 """Installs a release as a newcomer does, each archive in a fresh environment, and asks the server for streams.
 
 ``python -m deploy.release.check --dist FOLDER``. No compiler is on the path, nothing is compiled, and no
-process runs in the checkout or finds it. Says each step with the seconds since the start.
+process runs in the checkout or finds it. Prints each step with the seconds since the start.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _INSTALL_LINE = re.compile(r"pip install (--no-deps \S+)")
 
 
 class StepFailed(Exception):
-    """A step did not do what a newcomer expects. The message has its output."""
+    """Raised if a step does not do what a newcomer expects. The message has the step's output."""
 
 
 class Steps:
-    """Says each step with the seconds since the start."""
+    """Prints each step with the seconds since the start."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -51,7 +51,7 @@ class Steps:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check the archives of a release.")
     parser.add_argument("--dist", required=True, type=Path, help="the folder with the wheel and the sdist")
-    parser.add_argument("--only", choices=("wheel", "sdist"), help="one of the two; default: both")
+    parser.add_argument("--only", choices=("wheel", "sdist"), help="check only this archive; default: both")
     arguments = parser.parse_args(argv)
     steps = Steps()
     try:
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_archive(archive: Path, folder: Path, steps: Steps) -> None:
-    """The newcomer's path, from an empty folder to streams. Raises StepFailed."""
+    """Takes a newcomer's path, from an empty folder to streams. Raises StepFailed if a step fails."""
     steps.say(f"{archive.name}: a fresh environment with Python {sys.version.split()[0]}")
     subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True, timeout=_INSTALL_S)
     commands = folder / "env" / "bin"
@@ -81,7 +81,7 @@ def check_archive(archive: Path, folder: Path, steps: Steps) -> None:
     _pip(commands, folder, environment, *constrained, torch)
     _pip(commands, folder, environment, *constrained, str(archive))
     _check_place(commands, folder, environment)
-    steps.say(f"{archive.name}: mlserver-torch-stream serve, which asks for the embedded model")
+    steps.say(f"{archive.name}: mlserver-torch-stream serve, which has to ask for the embedded model")
     asked = _INSTALL_LINE.search(_refusal(commands, folder, environment))
     if asked is None:
         raise StepFailed("`mlserver-torch-stream serve` does not say how to install the embedded model")
@@ -93,14 +93,14 @@ def check_archive(archive: Path, folder: Path, steps: Steps) -> None:
         kernels = [line for line in log.read_text().splitlines() if "kernels" in line]
         steps.say(f"{archive.name}: ready at {url}; {kernels[0] if kernels else 'no line about kernels'}")
         if archive.suffix == ".whl" and not any("prebuilt" in line for line in kernels):
-            raise StepFailed(f"the kernels of the wheel are not used:\n{log.read_text()}")
+            raise StepFailed(f"the server does not use the wheel's prebuilt kernels:\n{log.read_text()}")
         for line in _run([commands / "python", _ASK, url], folder, environment, _ASK_S).splitlines():
             steps.say(f"{archive.name}: {line}")
     steps.say(f"{archive.name}: the server has ended with status 0")
 
 
 def newcomer(commands: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of somebody who has activated the new environment, and has nothing else."""
+    """Returns the variables of somebody who has only activated the new environment."""
     kept = {key: value for key, value in environ.items() if not key.startswith(_NOT_INHERITED)}
     return {**kept, "PATH": str(commands), "VIRTUAL_ENV": str(commands.parent)}
 
@@ -120,27 +120,31 @@ def _check_place(commands: Path, folder: Path, environment: Mapping[str, str]) -
     script = "import mlserver_torch_stream as package; print(package.__file__, package.__version__)"
     place, version = _run([commands / "python", "-c", script], folder, environment, _ASK_S).split()
     if not Path(place).is_relative_to(commands.parent) or version != __version__:
-        raise StepFailed(f"version {version} at {place} is not what was installed")
+        raise StepFailed(f"Python imports version {version} at {place} instead of the installed {__version__}")
 
 
 def _refusal(commands: Path, folder: Path, environment: Mapping[str, str]) -> str:
     command: list[str | Path] = [commands / "mlserver-torch-stream", "serve"]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_READY_S)
     if ended.returncode == 0:
-        raise StepFailed("`mlserver-torch-stream serve` served without its model")
+        raise StepFailed(
+            "`mlserver-torch-stream serve` ended with status 0 although the embedded model is not installed"
+        )
     return ended.stderr
 
 
 def _run(command: Sequence[str | Path], folder: Path, environment: Mapping[str, str], seconds: float) -> str:
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
     if ended.returncode:
-        raise StepFailed(f"{' '.join(map(str, command))} ends with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
+        raise StepFailed(
+            f"{' '.join(map(str, command))} ended with status {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        )
     return ended.stdout
 
 
 @contextmanager
 def _served(commands: Path, folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """The address of the installed server, which ends with the block, and its log."""
+    """Runs the installed server until the block ends, and yields its address and its log."""
     log = folder / "log"
     with log.open("wb") as sink:
         command: list[str | Path] = [commands / "mlserver-torch-stream", "serve"]
@@ -149,7 +153,7 @@ def _served(commands: Path, folder: Path, environment: Mapping[str, str]) -> Ite
         end = time.monotonic() + _READY_S
         while (ready := re.search(r"is ready\. Ask it", log.read_text())) is None:
             if process.poll() is not None or time.monotonic() > end:
-                raise StepFailed(f"the server is not ready:\n{log.read_text()}")
+                raise StepFailed(f"the server did not become ready:\n{log.read_text()}")
             time.sleep(0.2)
         assert ready is not None
         started = re.search(r"^Starting on (\S+)", log.read_text(), re.MULTILINE)

@@ -122,7 +122,7 @@ def test_streams_in_turn_do_not_overlap(live: Live, prompts: Prompts) -> None:
 
 @pytest.mark.parametrize("name", ["c0", "x1", "c1+p10", "c4+", "p"])
 def test_a_name_that_is_no_case(name: str) -> None:
-    with pytest.raises(UnknownCase, match="cases are named like"):
+    with pytest.raises(UnknownCase, match="cases have names like"):
         make_cases([name], QUICK, None)  # type: ignore[arg-type]
 
 

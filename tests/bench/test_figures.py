@@ -36,7 +36,7 @@ def test_percentiles_lie_between_the_nearest_ranks(values: list[float], share: f
 
 def test_no_values_have_no_percentile() -> None:
     assert spread("itl", []) == {}
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="at least one value"):
         percentile([], 0.5)
 
 

@@ -27,10 +27,10 @@ def test_all_peers_are_asked_with_bf16_and_those_that_read_gguf_files_with_other
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--format", "own", "--peers", "vllm"], "no peer 'vllm' that reads GGUF files; known are llama.cpp, openvino"),
-        (["--format", "q5"], "--format: no 'q5'; known are bf16, q8_0, q4_0, q4_k, own"),
-        (["--shape", "1.5B,2B"], "--shape: no '2B'; known are"),
-        (["--shape", "1.5B", "--format", "own"], "--format own: is the file of --uri"),
+        (["--format", "own", "--peers", "vllm"], "'vllm' reads no GGUF files; those that do are llama.cpp, openvino"),
+        (["--format", "q5"], "--format: 'q5' is not one of bf16, q8_0, q4_0, q4_k, own"),
+        (["--shape", "1.5B,2B"], "--shape: '2B' is not one of"),
+        (["--shape", "1.5B", "--format", "own"], "--format own: cannot be combined with --shape"),
     ],
 )
 def test_what_there_is_not_is_refused_by_name(
@@ -102,5 +102,5 @@ def test_only_a_gguf_file_is_given_to_others_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
     assert gguf_file(str(file)) == file
-    with pytest.raises(NoFolder, match="is no GGUF file"):
+    with pytest.raises(NoFolder, match="is not a GGUF file"):
         gguf_file(str(tmp_path / "folder"))

@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_goes_on_and_another_begins_anew(recorder: Record
         assert not Recorder(path, other).has(cell)
     assert not Recorder(path, {**later, "run": "2026-01-03T00:00:00+00:00"}, again=True).has(cell)
     path.write_text("nonsense\n" + path.read_text(), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"chip\.jsonl:1: is no JSON"):
+    with pytest.raises(ValueError, match=r"chip\.jsonl:1: is not JSON"):
         read_runs(path)
 
 

@@ -37,7 +37,7 @@ def test_growth_after_the_warm_up_is_found_by_name(name: str, step: float) -> No
 
 
 def test_a_token_that_is_not_counted_is_a_problem() -> None:
-    assert problems(_FLAT, 80, 79) == ["80 tokens answered, 79 counted by the server"]
+    assert problems(_FLAT, 80, 79) == ["the answers have 80 tokens, but the server counted 79"]
 
 
 def test_the_summary_compares_what_is_held_at_the_end_with_the_time_after_the_warm_up() -> None:
@@ -66,7 +66,7 @@ def test_a_wrong_answer_ends_the_soak(tiny_model: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
-    assert "no CUDA device here" in capsys.readouterr().err
+    assert "this machine has no CUDA device" in capsys.readouterr().err
 
 
 def test_the_page_explains_every_check() -> None:
@@ -109,5 +109,5 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyP
 def test_what_needs_two_gpus_is_skipped_by_name(capsys: pytest.CaptureFixture[str], check: str, what: str) -> None:
     bench = gpu.Bench(Path(), layers=2, seconds=0.0, gpus=1)
     gpu.CHECKS[check](bench)
-    assert f"skipped: {what}: needs two GPUs, here is 1" in capsys.readouterr().out
+    assert f"skipped: {what}: needs two GPUs, this machine has 1" in capsys.readouterr().out
     assert not bench.wrong

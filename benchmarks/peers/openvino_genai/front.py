@@ -1,10 +1,10 @@
-"""``/v1/completions`` as server-sent events over OpenVINO GenAI's ``ContinuousBatchingPipeline``; always greedy.
+"""Serves ``/v1/completions`` as server-sent events with OpenVINO GenAI's ``ContinuousBatchingPipeline``, greedily.
 
     python front.py MODEL TOKENIZER.json PORT CACHE_GIB
 
-A single thread steps the pipeline, writes the results of a step, and reads new requests in between. ``step`` holds
-Python's lock, so that a second thread would gain nothing. Runs in the peer's own environment and imports nothing of
-ours.
+A single thread steps the pipeline, writes the results of a step, and reads new requests in between. Because ``step``
+holds Python's global lock, a second thread would gain nothing. Runs in the peer's own environment and imports nothing
+of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 _HEALTHY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-_TURNS = 8  # of the loop between two steps: a new connection is read and its request added
+_TURNS = 8  # of the event loop between two steps, in which a new connection is read and its request added
 
 
 class Stream:

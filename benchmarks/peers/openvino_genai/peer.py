@@ -25,7 +25,7 @@ class OpenVinoGenAI(Peer):
         self.make_venv()
         self.install_torch()
         libraries = ["openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"]
-        # torch once more, or its place is taken by the newest for GPUs, which the newest torchvision wants.
+        # torch is named again, because the newest torchvision would replace it with the newest one for GPUs.
         self.pip("install", "--progress-bar", "off", *libraries, TORCH)
         self.pip("uninstall", "--yes", "torchvision")  # it does not match a CPU build of torch
 

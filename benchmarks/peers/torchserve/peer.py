@@ -34,7 +34,7 @@ class TorchServe(Installed):
 
     def make(self) -> None:
         if shutil.which("java") is None:
-            raise PeerUnavailable("there is no java, of version 17")
+            raise PeerUnavailable("java, version 17, is not installed")
         self.make_venv()
         self.install_torch()
         versions = ("torchserve==0.12.0", "transformers==5.23.0", "pyyaml", "setuptools<81")
@@ -65,7 +65,7 @@ PredictionServer = TorchServe | OurTorchServe  # of TorchServe's paths
 
 
 def write_mar(path: Path, handler: str, values: Mapping[str, Any]) -> None:
-    """The archive of a file of ``handlers``; ``values`` are the key ``handler`` of its model-config.yaml."""
+    """Writes the archive of a file of ``handlers``; ``values`` are the key ``handler`` of its model-config.yaml."""
     model = {"modelName": MODEL, "modelVersion": "1.0", "handler": "handler.py", "configFile": "model-config.yaml"}
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -85,7 +85,7 @@ def serving(
 ) -> Iterator[tuple[str, int]]:
     """Yields the URL of the model's predictions and the server's pid, once all ``minWorkers`` workers are ready.
 
-    ``config`` is the model's entry in config.properties. ``folder`` must be empty. Raises StartFailed.
+    ``config`` is the model's entry in config.properties. ``folder`` must be empty. Raises StartFailed if it ends first.
     """
     port, management, metrics, *grpc = free_ports(5)
     write_mar(folder / "store" / f"{MODEL}.mar", handler, values)

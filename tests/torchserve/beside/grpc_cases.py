@@ -21,14 +21,14 @@ GRPC_STORE = (
     Stored("stateful", handlers.STATEFUL, SEQUENCES),
 )
 _KINDS = ("str", "unicode", "bytes", "bytearray", "int", "none", "dict", "list", "tensor", "nan", "set")
-_CODE = "the code says what is wrong"
+_CODE = "our gRPC code fits the error"
 _NO_METADATA = "TorchServe drops metadata"
-_PIECES = "the pieces joined; TorchServe's worker dies after the first"
+_PIECES = "here the reply joins all pieces; TorchServe's worker dies after the first"
 _NO_PIECES = "TorchServe's worker dies after the answer"
 _NAMES_SEQUENCE = "TorchServe leaves `sequence_id` of responses empty"
-_STARTED = "a sequence that starts gets an id"
-_ENDS_CALL = "the code says what is wrong, and the call goes on"
-_INFERENCE = "here the management API alone needs a token"
+_STARTED = "here a sequence that starts without an id is given one"
+_ENDS_CALL = "our gRPC code fits the error, and the call goes on"
+_INFERENCE = "here only the management API needs a token"
 _CODES = (400, 404, 409, 413, 429, 500, 503)
 
 
@@ -52,7 +52,7 @@ GRPC_PREDICTIONS = (
     _predict("an input without a value", "model_name=echo input.data="),
     _predict("no input", "model_name=echo"),
     _predict("metadata", "model_name=echo input.data=hello metadata.x-own=yes metadata.explain=True", why=_NO_METADATA),
-    _predict("no model's name", "input.data=hello", why=_CODE),
+    _predict("no model name", "input.data=hello", why=_CODE),
     _predict("an unknown model", "model_name=nothing input.data=hello", why=_CODE),
     _predict("an unknown version", "model_name=echo model_version=7.0 input.data=hello", why=_CODE),
     _predict("a version", "model_name=two model_version=1.0 input.data=hello"),
@@ -69,7 +69,7 @@ GRPC_PREDICTIONS = (
     _do("a handler that sends pieces", "stream a b", model="pieces", why=_PIECES),
     _do("the worker dies", "die", model="mortal", why=_CODE),
     _do("the worker is silent for longer than responseTimeout", "sleep 5", model="short", why=_CODE),
-    _predict("the deadline is over", "model_name=do input.data='sleep 2' timeout=0.5"),
+    _predict("the deadline has passed", "model_name=do input.data='sleep 2' timeout=0.5"),
 )
 GRPC_STREAMS = (
     _do("pieces", "stream a b", method="StreamPredictions"),
@@ -80,7 +80,7 @@ GRPC_STREAMS = (
         "an unknown version", "model_name=do model_version=7.0 input.data=x", method="StreamPredictions", why=_CODE
     ),
     _do("an error after the first piece", "stream-raise", method="StreamPredictions", model="late", why=SAID),
-    _do("a handler without pieces", "value str", method="StreamPredictions", model="last", why=_NO_PIECES),
+    _do("a handler that sends no pieces", "value str", method="StreamPredictions", model="last", why=_NO_PIECES),
     _sequence("one request", "sequence_id=a input.data=1", _NAMES_SEQUENCE),
     _sequence(
         "two requests",
@@ -91,11 +91,11 @@ GRPC_STREAMS = (
         "the end of a sequence", "sequence_id=a input.data=4 input.ts_request_sequence_end=true", _NAMES_SEQUENCE
     ),
     _sequence(
-        "the start without an id",
+        "the start of a sequence, without an id",
         "input.data=1 input.ts_request_sequence_start=true input.ts_request_sequence_end=true",
         _STARTED,
     ),
-    _sequence("no id", "input.data=1", _CODE),
+    _sequence("no sequence id", "input.data=1", _CODE),
     _predict(
         "an unknown model", "model_name=nothing sequence_id=a input.data=1", method="StreamPredictions2", why=_ENDS_CALL
     ),

@@ -27,27 +27,28 @@ _LEAST_CASES = 60
 _HEAD = """\
 # TorchServe and here, case by case
 
-TorchServe 0.12 and our server (`serve-torchserve`), with one folder of models and configuration, are asked by the same
-clients. `make record-torchserve` makes this page and records TorchServe's replies, which needs a Java runtime;
-`tests/torchserve/beside/test_cases.py` compares our replies with the recorded ones, and fails where the page is not
-what was measured. `/predictions/…` stands for the address of the REST port, and `management:` for that of the
-management API. `grpc inference:METHOD` is a call of the gRPC service, with fields of the request, entries of its
-`input`, metadata, and seconds until the deadline; `+` begins a further request of the call, which is sent when the one
-before it is answered. The handlers are in
-[handlers.py](../../tests/torchserve/beside/handlers.py): `echo` says what it has got, `do` does what the body says.
+The same clients send the same requests to TorchServe 0.12 and to our server (`serve-torchserve`); both serve the same
+folder of models and configuration. `make record-torchserve` records TorchServe's replies, for which it needs a Java
+runtime, and writes this page. `tests/torchserve/beside/test_cases.py` compares our replies with the recorded ones, and
+fails if the result differs from this page. `/predictions/…` stands for a path of the REST port, and `management:` for
+the address of the management API. `grpc inference:METHOD` is a call of the gRPC service, with fields of the request,
+entries of its `input`, metadata, and seconds until the deadline; `+` begins another request of the same call, which is
+sent after the reply to the previous one. The handlers are in
+[handlers.py](../../tests/torchserve/beside/handlers.py): `echo` returns the data that it received, `do` carries out the
+command in the body.
 
-Compared are the status, each header, the bytes of each chunk, and how the connection ends; over gRPC the code, its
-details, the metadata, and the bytes of each message. `<id>` is a new request id, `<its own>` what differs between two
-starts of one server, `<token>` the token of the management API.
-Of {count} cases {same} are the same. The tables show the others, and the names of the same ones stand below them. The
-requests of all cases are in tests/torchserve/beside, their recorded replies in torchserve-0.12.jsonl there. What
-differs in many cases is left out:
+The comparison covers the status, each header, the bytes of each chunk, and how the connection ends; for gRPC the code,
+its details, the metadata, and the bytes of each message. `<id>` stands for a new request id, `<its own>` for a value
+that differs between two starts of the same server, `<token>` for the token of the management API.
+In {same} of {count} cases the replies are the same. The tables show the other cases; below each table are the names of
+those with the same replies. The folder tests/torchserve/beside has the requests of all cases, and its file
+torchserve-0.12.jsonl the recorded replies. The tables leave out what differs in many cases:
 
-- TorchServe closes the connection after a reply of 400 or above, and names no `date` and no `server`.
-- Replies of 503 have `retry-after` here where it makes sense to ask again, and streams `x-accel-buffering: no`.
-- MLServer's own paths have no `x-request-id`, `pragma`, `cache-control` and `expires`.
-- The management port is open without a token on both, but for the cases of tokens.
-- TorchServe sends no phrase beside the status (`HTTP/1.1 200`).
+- TorchServe closes the connection after a status of 400 or above, and sends neither `date` nor `server`.
+- Our replies with 503 have `retry-after` if a retry makes sense, and our streams have `x-accel-buffering: no`.
+- Our replies on MLServer's own paths lack `x-request-id`, `pragma`, `cache-control` and `expires`.
+- Both management ports need no token, except in the section on tokens.
+- TorchServe sends no reason phrase after the status (`HTTP/1.1 200`).
 """
 
 

@@ -35,14 +35,14 @@ PAGE = "docs/torchserve/examples.md"
 _HEAD = """\
 # TorchServe's examples, here
 
-Handlers of [pytorch/serve](https://github.com/pytorch/serve/tree/master/examples), unchanged, are packed by
-`torch-model-archiver`, loaded by TorchServe 0.12 and by our server, and asked by the curl lines of their pages. Their
-weights are random ones of the right shape; their settings are the examples', but for one worker, the CPU and a model
-that is not compiled. A test makes this page (`make test-examples`, with a checkout of
-pytorch/serve and a Java runtime). It fails where status, headers or a byte of an answer differ.
+Unchanged handlers of [pytorch/serve](https://github.com/pytorch/serve/tree/master/examples) are packed by
+`torch-model-archiver`, loaded by TorchServe 0.12 and by our server, and called with the curl lines of their pages. The
+weights are random, with the right shapes. The settings are those of the examples, except that there is one worker, on
+the CPU, and that the models are not compiled. A test writes this page (`make test-examples`, with a checkout of
+pytorch/serve and a Java runtime), and fails if the status, the headers or a byte of an answer differs between the two.
 
-Python 3.11, torch 2.13, torchvision 0.28 and torchserve's own package, whose `BaseHandler` and built-in handlers most
-of them use. `Huggingface_Transformers` and the Llama have transformers 4.44.
+The test uses Python 3.11, torch 2.13, torchvision 0.28 and the package torchserve, whose `BaseHandler` and built-in
+handlers most examples use. `Huggingface_Transformers` and the Llama use transformers 4.44.
 """
 
 
@@ -119,7 +119,7 @@ def test_the_page_is_what_was_measured(measure: Callable[[str], Answers]) -> Non
 
 
 def _page(rows: Sequence[Sequence[str]]) -> str:
-    ran = page.table(("example", "asked by", "answers, the same on both"), rows)
+    ran = page.table(("example", "requests", "answers, the same on both servers"), rows)
     rest = page.table(("handler or example", "why not"), ((f"`{name}`", why) for name, why in LEFT_OUT.items()))
     return "\n".join([_HEAD, *ran, "", "## Not run", "", *rest, ""])
 

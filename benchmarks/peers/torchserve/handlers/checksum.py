@@ -1,4 +1,4 @@
-"""Answers a batch at once, with the checksum of each text: a body, or the field ``text`` of a JSON object."""
+"""Answers a batch at once, with the checksum of each text, which is a body or the field ``text`` of a JSON object."""
 
 import json
 import zlib
