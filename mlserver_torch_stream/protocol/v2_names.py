@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from mlserver_torch_stream.errors import InvalidInput
@@ -119,7 +120,8 @@ CLIENT_HEADER = "x-client-id"
 SEQUENCE_PARAMETERS = {"sequence_id": "ID", "sequence_start": "START", "sequence_end": "END"}
 
 
+@cache
 def sequence_header(parameter: str) -> str:
-    """Returns the header's name in lower case, since headers are case-insensitive."""
+    """Returns the header's name in lower case, since headers are case-insensitive. The environment is read once."""
     kind = SEQUENCE_PARAMETERS[parameter]
     return os.environ.get(f"TS_REQUEST_SEQUENCE_{kind}", f"ts_request_sequence_{kind}").lower()

@@ -418,14 +418,13 @@ def _as_model(settings: ModelSettings) -> Iterator[None]:
     """Replaces MLServer's ``model_context``, which raises an error if another task closes the stream after a
     disconnect.
     """
-    tokens = [(model_name_var, model_name_var.set(settings.name))]
-    tokens += [(model_version_var, model_version_var.set(settings.version or ""))]
+    name, version = model_name_var.set(settings.name), model_version_var.set(settings.version or "")
     try:
         yield
     finally:
-        for variable, token in tokens:
-            with suppress(ValueError):  # the other task's context was never set, so it needs no reset
-                variable.reset(token)
+        with suppress(ValueError):  # the other task's context was never set, so it needs no reset
+            model_name_var.reset(name)
+            model_version_var.reset(version)
 
 
 def as_refusal(error: Exception, shutdown_reason: str | None = None) -> RequestError:

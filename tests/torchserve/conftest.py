@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlserver_torch_stream.handlers as torchserve
+from mlserver_torch_stream.protocol.v2_names import sequence_header
 from tests.server.harness import Server
 from tests.torchserve.predicting import serve_predictions
 
@@ -19,6 +20,14 @@ _SHIM = Path(torchserve.__file__).parent / "shim"
 def predictions_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     with serve_predictions(tmp_path_factory.mktemp("predictions"), tiny_model) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def sequence_variables() -> Iterator[None]:
+    """Lets a test set the variables that name the headers of sequences, which a server reads once."""
+    sequence_header.cache_clear()
+    yield
+    sequence_header.cache_clear()
 
 
 @pytest.fixture

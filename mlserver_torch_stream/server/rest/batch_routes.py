@@ -277,7 +277,7 @@ class _Download(Response):
         notice_lag_early(scope)
         stalled = partial(self._stalled, scope)
         chunks = ChunkStream(send, stalled_after=self._stalled_after, stalled=stalled, headers=self.raw_headers)
-        async with aclosing(self._rest), WatchedConnection(receive, self._leave), chunks:
+        async with aclosing(self._rest), WatchedConnection(scope, receive, self._leave), chunks:
             try:
                 piece: bytes | None = self._first
                 while piece is not None and not self._left:

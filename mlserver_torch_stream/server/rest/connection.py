@@ -95,18 +95,32 @@ class WatchedConnection:
     """Calls ``left`` once if the client disconnects during the ``async with`` block. The request's body must have been
     read.
 
-    A task watches the connection. It starts only after ``_UNWATCHED_S`` seconds, so that short replies do not need it.
+    A connection that ``Http1`` reads reports its end. Any other connection is watched by a task, which starts only
+    after ``_UNWATCHED_S`` seconds, so that short replies do not need it.
     """
 
-    def __init__(self, receive: Receive, left: Callable[[], None]) -> None:
+    def __init__(self, scope: Scope, receive: Receive, left: Callable[[], None]) -> None:
+        transport = scope.get(_KEY)
+        protocol = None if transport is None else transport.get_protocol()
+        self._protocol = protocol if isinstance(protocol, Http1) else None
         self._receive, self._left = receive, left
+        self._begins: asyncio.Handle | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_UNWATCHED_S, self._begin)
+        loop = asyncio.get_running_loop()
+        if self._protocol is None:
+            self._begins = loop.call_later(_UNWATCHED_S, self._begin)
+        elif self._protocol.lost:
+            self._begins = loop.call_soon(self._left)
+        else:
+            self._protocol.watchers.add(self._left)
 
     async def __aexit__(self, *error: object) -> None:
-        self._timer.cancel()
+        if self._protocol is not None:
+            self._protocol.watchers.discard(self._left)
+        if self._begins is not None:
+            self._begins.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait((self._watcher,))
@@ -151,6 +165,8 @@ class Http1(HttpProtocol):
         self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
+        self.lost = False  # True: the client has disconnected
+        self.watchers: set[Callable[[], None]] = set()  # called when the client disconnects
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -161,6 +177,9 @@ class Http1(HttpProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self.lost = True
+        for left in tuple(self.watchers):
+            left()
 
     def pause_writing(self) -> None:
         super().pause_writing()

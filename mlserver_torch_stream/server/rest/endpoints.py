@@ -139,7 +139,7 @@ class HttpRequest(Request[R], ABC):
 
     def watched(self) -> WatchedConnection:
         """Closes the reply if the client disconnects during the ``with`` block."""
-        return WatchedConnection(self._receive, self.leave)
+        return WatchedConnection(self._scope, self._receive, self.leave)
 
     def give_up(self) -> None:
         """Closes the connection of a client that reads nothing."""

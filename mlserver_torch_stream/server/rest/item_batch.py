@@ -132,7 +132,7 @@ class _BatchEndpoint:
                 take(*first)
             async for number, items in batches:
                 take(number, items)
-            async with WatchedConnection(receive, end):
+            async with WatchedConnection(scope, receive, end):
                 if tasks:
                     await asyncio.wait(tasks.values())
             await send({"type": "http.response.body", "body": b""})

@@ -131,7 +131,8 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     own = OPENAI_CHAT.request_id({}, headers)
     if own:
         return own
-    prefix = OPENAI_CHAT.request_id({}, {REQUEST_ID: headers.get(_PREFIX, "")})
+    asked = headers.get(_PREFIX)
+    prefix = asked and OPENAI_CHAT.request_id({}, {REQUEST_ID: asked})
     return f"{prefix}:{uuid4()}" if prefix else str(uuid4())
 
 
