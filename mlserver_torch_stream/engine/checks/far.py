@@ -1,7 +1,8 @@
 """Compares logits at far positions without computing a long sequence.
 
-The check fills two caches, transformers' own and a few pages that a long block table lists repeatedly. Both caches
-repeat the keys and values of a short sequence. The next tokens must get the same logits with both caches.
+The check fills two caches: transformers' own cache, and a paged one with only a few pages, which a long block table
+repeats. Both caches repeat the keys and values of a short sequence. The next tokens must get the same logits with both
+caches.
 """
 
 from __future__ import annotations
