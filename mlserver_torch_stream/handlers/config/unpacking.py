@@ -115,8 +115,10 @@ class _BoundedReads(gzip.GzipFile):
     """Limits each read, because tarfile reads all headers of a member, such as a long name, at once."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _CHUNK:
-            raise LoadFailed(f"{self.name}: the headers of a member have {size} bytes, more than {_CHUNK}")
+        if size is None or size < 0:
+            raise LoadFailed(f"{self.name}: the headers of a member have no valid size")
+        if size > _CHUNK:
+            raise LoadFailed(f"{self.name}: the headers of a member have {size} bytes, more than the limit, {_CHUNK}")
         return super().read(size)
 
 

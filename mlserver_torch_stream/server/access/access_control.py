@@ -66,7 +66,7 @@ class ApiKeys:
         self._version = version
         try:
             self._digests = self._read()
-            logger.info(f"Read the keys in {self._path} again: {len(self._digests)} keys")
+            logger.info(f"Read the keys in {self._path} again; number of keys: {len(self._digests)}")
         except (OSError, SettingsError) as error:
             reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
             logger.error(f"Cannot read the keys in {self._path} again, so the earlier ones stay valid: {reason}")
