@@ -159,7 +159,7 @@ def _stats(given: Mapping[str, Any]) -> WorkerStats:
     counts = {name: _count(given[name]) for name in STATS if name != "kv_usage"}
     usage = float(given["kv_usage"])
     if not math.isfinite(usage):
-        raise ValueError(f"kv_usage is {usage!r}")
+        raise ValueError(f"kv_usage must be finite, got {usage!r}")
     return WorkerStats(**counts, kv_usage=min(max(usage, 0.0), 1.0))
 
 
