@@ -166,7 +166,7 @@ def tls_files(options: ServerOptions) -> TlsFiles | None:
         missing = "TLS_KEY_FILE" if files.certificate else "TLS_CERT_FILE"
         raise SettingsError(f"{PREFIX}{missing}: is not set, but TLS needs both a certificate and its key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    named = "TLS_CERT_FILE and TLS_KEY_FILE"
+    named = f"TLS_CERT_FILE and {PREFIX}TLS_KEY_FILE"
     try:
         context.load_cert_chain(files.certificate, files.key, password="")  # None would ask for one on the terminal
         if files.client_ca:
