@@ -22,4 +22,4 @@ def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = r
 def did_you_mean_or_known(name: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
     """Returns the same as ``did_you_mean``, or a list of all known names if none is near."""
     known = list(known)
-    return did_you_mean(name, known, show) or f"; known are {', '.join(known)}"
+    return did_you_mean(name, known, show) or f"; known: {', '.join(known)}"

@@ -234,7 +234,8 @@ class Generator:
                 raise QueueFull(f"{constraint.field}: other constraints are being compiled")
             return await asyncio.wait_for(compiled, _LONGEST_COMPILATION_S)
         except asyncio.TimeoutError:
-            raise InvalidInput(constraint.field, "is too complex: it takes too long to compile") from None
+            limit = f"compiling it takes more than {_LONGEST_COMPILATION_S:g} seconds"
+            raise InvalidInput(constraint.field, f"is too complex: {limit}") from None
         finally:
             compiled.cancel()
 

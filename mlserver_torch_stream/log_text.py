@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-# Control characters except the tab, marks of direction, line separators, and lone surrogates.
+# Control characters (except the tab), directional marks, line separators, and lone surrogates.
 _UNFIT = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

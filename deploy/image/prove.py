@@ -51,7 +51,7 @@ for folder in sys.argv[1:]:
         open(f"{folder}/written", "w")
     except OSError:
         continue
-    sys.exit(f"{folder} can be written")
+    sys.exit(f"{folder} is writable, and must not be")
 """
 
 
@@ -185,7 +185,9 @@ def _parser() -> argparse.ArgumentParser:
         "--work", required=True, help="a folder for some gigabytes of images; the next run reuses its Debian"
     )
     parser.add_argument("--model", type=Path, help="a folder with a model, or a .gguf file; default: the embedded one")
-    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--build-arg", action="append", default=[], metavar="NAME=VALUE", help="a build argument of the Dockerfile"
+    )
     return parser
 
 

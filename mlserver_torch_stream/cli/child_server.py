@@ -222,7 +222,7 @@ def _peak_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Runs in the child process: reads the key from stdin, and serves until the child or the command ends."""
+    """Runs in the child process: reads the key from stdin, and serves until it is stopped or the command ends."""
     from mlserver_torch_stream.cli.serve import start_mlserver
     from mlserver_torch_stream.engine.child_process import die_with
     from mlserver_torch_stream.handlers.config.unpacking import OwnFolder

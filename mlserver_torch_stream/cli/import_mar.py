@@ -161,12 +161,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="TorchServe's config.properties: the model's keys are copied to parameters.extra, the others are listed",
     )
-    for what in ("bytes", "files"):
+    for what, default in (("bytes", "100 times the archive's size, and at least 1 GiB"), ("files", "50000")):
         parser.add_argument(
             f"--max-unpacked-{what}",
             type=positive,
             metavar="N",
-            help=f"{what} that the archive may unpack to; goes into parameters.extra",
+            help=f"{what} that the archive may unpack to; goes into parameters.extra (default: {default})",
         )
     parser.add_argument(
         "--force", action="store_true", help="replace the settings and the archive in a folder that exists already"

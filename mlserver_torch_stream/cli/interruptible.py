@@ -25,7 +25,7 @@ class LoadInterrupted(Exception):
 def run_to_end(work: Awaitable[T]) -> T:
     """Runs ``work`` on a new event loop, and returns its result; SIGINT and SIGTERM cancel it.
 
-    Raises Interrupted after a signal, and every exception of ``work``.
+    Raises Interrupted after a signal, and passes on every exception that ``work`` raises.
     """
 
     async def guarded() -> T:

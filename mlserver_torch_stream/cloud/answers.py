@@ -21,6 +21,7 @@ from mlserver_torch_stream.v2_reader import read_reply
 
 DONE = "[DONE]"
 _MAX_LEVELS = 500  # the maximum depth of nesting; Python's JSON writer fails beyond about 900
+_TOO_DEEP = f"the JSON is nested too deeply; at most {_MAX_LEVELS} levels are allowed"
 
 
 class GenerationBroke(Exception):
@@ -39,9 +40,9 @@ def parse(text: str | bytes) -> Any:
     try:
         value = json.loads(text, parse_constant=lambda constant: None)
     except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
     if _brackets(text) > _MAX_LEVELS and not _within_levels(value):
-        raise ValueError("the JSON is nested too deeply")
+        raise ValueError(_TOO_DEEP)
     return value
 
 

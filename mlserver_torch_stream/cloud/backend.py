@@ -181,7 +181,7 @@ class PredictionBackend(RowBackend):
                 return answer_too_large(str(error))
             except StoreUnavailable as error:
                 if pieces.found:  # the handler failed after its first piece, for example
-                    text = f"{error}, after {len(pieces.found)} pieces of the answer"
+                    text = f"{error}, after {len(pieces.found)} piece{'s' * (len(pieces.found) > 1)} of the answer"
                     raise RowFailed(text, UNREADABLE) from error
                 raise
             if response.status not in OK:
@@ -438,8 +438,8 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
 
 
 def _unsent(error: Exception) -> Outcome:
-    """Returns the outcome of a row that cannot be sent, for example because of a lone surrogate, NaN or too deep
-    nesting.
+    """Returns the outcome of a row that cannot be sent, for example because of a lone surrogate, NaN or nesting that
+    is too deep.
     """
     if isinstance(error, RequestError):
         return Outcome(failure=refusal(error))

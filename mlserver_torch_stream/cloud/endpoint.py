@@ -289,6 +289,8 @@ async def only_model(url: str, api: Api, key: str | None) -> str:
             names = sorted({str(model["id" if api == "openai" else "name"]) for model in models})
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
         raise RunRefused(f"--url: {url} does not say which models it has ({error or type(error).__name__})") from None
+    if not names:
+        raise RunRefused(f"--url: {url} has no model that is ready")
     if len(names) != 1:
-        raise RunRefused(f"--model: must name one of the server's models: {', '.join(names) or 'it has none'}")
+        raise RunRefused(f"--model: must name one of the server's models: {', '.join(names)}")
     return names[0]

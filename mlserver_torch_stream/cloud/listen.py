@@ -131,7 +131,8 @@ class EventListener:
         self._requests += 1
         try:
             if self._requests > _MAX_REQUESTS:
-                raise EventRefused(503, "too many requests in flight", {"Retry-After": str(_RETRY_AFTER_S)})
+                message = f"too many requests are in flight; at most {_MAX_REQUESTS} are allowed"
+                raise EventRefused(503, message, {"Retry-After": str(_RETRY_AFTER_S)})
             try:
                 self.check()
             except CloudError as error:
@@ -163,7 +164,8 @@ class EventListener:
         if not keys:
             return 0
         if self._open + len(keys) > _MAX_OPEN:
-            raise EventRefused(429, "too many objects are waiting", {"Retry-After": str(_RETRY_AFTER_S)})
+            message = f"too many objects would wait; at most {_MAX_OPEN} may wait"
+            raise EventRefused(429, message, {"Retry-After": str(_RETRY_AFTER_S)})
         name = f"{uuid.uuid4().hex}.json"
         self._open += len(keys)  # holds their places while the event is recorded
         try:

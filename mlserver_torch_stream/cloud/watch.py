@@ -184,7 +184,7 @@ class Watcher:
                 failed = await write(planned, self.infer, self.metrics)
             except InUse:
                 if not waits:
-                    self.report(f"{listed.info.key}: another watcher is inferring it; waiting until it ends")
+                    self.report(f"{listed.info.key}: another watcher is inferring it; waiting for that watcher")
                 waits = True
                 await asyncio.sleep(_LOOK_S)
                 continue

@@ -74,7 +74,9 @@ KNOWN = {
     "h100-pcie": _nvidia("H100 PCIe", 80, 2000, 756, "H100 data sheet"),
     "h100": _nvidia("H100 SXM", 80, 3350, 989, "H100 data sheet"),
     "h200": _nvidia("H200 SXM", 141, 4800, 989, "H200 data sheet"),
-    "b200": _nvidia("HGX B200", 180, 7672, 2250, "Blackwell architecture brief; memory as the driver reports it"),
+    "b200": _nvidia(
+        "HGX B200", 180, 7672, 2250, "Blackwell architecture brief; memory bandwidth as the driver reports it"
+    ),
 }
 
 
@@ -83,7 +85,8 @@ def find_device(name: str) -> DeviceSpec:
     device = KNOWN.get(name.lower().replace("_", "-"))
     if device is None:
         hint = did_you_mean_or_known(name.lower(), KNOWN, str)
-        raise SettingsError(f"--device: {name!r} is not known{hint}; for another device, give --memory and --bandwidth")
+        advice = "for another device, give --memory and --bandwidth"
+        raise SettingsError(f"--device: {name!r} is not known ({advice}){hint}")
     return device
 
 

@@ -179,7 +179,7 @@ def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel |
     except (Unsuitable, OSError, SafetensorError) as error:
         logger.warning("The record of %s is not used: %s", name, error)
         anew = Anew.DAMAGED
-    logger.info("%s is checked again: %s", name, anew.value)
+    logger.info("%s is checked%s: %s", name, "" if anew is Anew.NEW else " again", anew.value)
     load.resources.checks[anew.name.lower()] += 1
     return None
 

@@ -296,7 +296,10 @@ def is_overdue(work: Work, queue_limits: QueueLimits, now: float) -> bool:
 
 
 def _overdue_limit(tokens: int, queue_limits: QueueLimits) -> float:
-    """Returns half of the step limit, or the request timeout if shorter, so that routers avoid a stuck server."""
+    """Returns half of the step limit, or the request timeout if that is shorter.
+
+    After this time the engine reports that it is not ready, so that routers avoid the server.
+    """
     return min(
         queue_limits.step_limit(tokens) / 2,
         math.inf if queue_limits.request_timeout is None else queue_limits.request_timeout,

@@ -72,7 +72,8 @@ class _Search:
         self._visits += 1
         self._depth += 1
         if self._visits > _MAX_VISITS or self._depth > _MAX_DEPTH:
-            raise InvalidInput(self._field, "refers to itself in too many ways to tell whether an answer can end")
+            limits = f"the search takes more than {_MAX_VISITS} steps or {_MAX_DEPTH} levels"
+            raise InvalidInput(self._field, f"is too complex to tell whether an answer can end: {limits}")
         finite = not isinstance(part, dict) or self._of_object(part)
         self._depth -= 1
         return finite
@@ -224,7 +225,8 @@ def structured_outputs(value: Any, info: ModelInfo) -> Constraint | None:
     if "json" in said and said["json"] == {}:  # the schema that everything matches
         kinds.append("json")
     if len(kinds) > 1:
-        raise InvalidInput(f"{field}.{kinds[1]}", f"contradicts {field}.{kinds[0]}")
+        first = f"{field}.{kinds[0]}"
+        raise InvalidInput(f"{field}.{kinds[1]}", f"cannot be combined with {first}: give only one of them")
     return _of_kind(kinds[0], said[kinds[0]], f"{field}.{kinds[0]}") if kinds else None
 
 

@@ -99,7 +99,7 @@ class _Grammar:
             end, size = token.end(), size + len(parts[-1])
             depth += (token["mark"] in ("(", "[")) - (token["mark"] in (")", "]"))
             if size > _MAX_CHARACTERS:
-                raise ValueError("is too long as a regular expression")
+                raise ValueError(f"has more than {_MAX_CHARACTERS} characters as a regular expression")
             if depth < 0:
                 break
         if depth:

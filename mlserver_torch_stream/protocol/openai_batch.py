@@ -36,7 +36,7 @@ def read_custom_id(line: Mapping[str, Any], fallback: str) -> str:
 
 
 def read_body(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the request in a line; its prompt is in ``messages`` or ``prompt``.
+    """Returns the request in a line; its prompt is in ``messages``, ``prompt`` or ``input``.
 
     A line without ``body`` is itself the request, except for the key ``custom_id``. Raises InvalidInput.
     """
@@ -133,7 +133,8 @@ def _check_prompt(name: str, value: Any) -> None:
         if not isinstance(value, list) or not value:
             raise InvalidInput(name, f"must be a list of at least one message, got {shown(value)}")
     elif not isinstance(value, str):
-        raise InvalidInput(name, f"must be a string, got {shown(value)}")
+        allowed = "a string or a list of at least one item" if name == INPUT else "a string"
+        raise InvalidInput(name, f"must be {allowed}, got {shown(value)}")
 
 
 def _check_url(url: Any, body: Mapping[str, Any]) -> None:

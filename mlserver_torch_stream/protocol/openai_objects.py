@@ -142,7 +142,7 @@ def _choice(choice: ChatChoice, key: str, value: dict[str, Any]) -> dict[str, An
 
 
 def _token_ids(choice: ChatChoice) -> dict[str, Any]:
-    """Returns the token ids under vLLM's name."""
+    """Returns the token ids in the field that vLLM uses for them."""
     return {} if choice.token_ids is None else {"token_ids": list(choice.token_ids)}
 
 

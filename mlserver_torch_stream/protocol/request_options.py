@@ -289,7 +289,7 @@ def chat_prompt(messages: Objects, tools: Objects | None, given: Merged, info: M
     chosen, choice = chosen_tools(tools, given, info)
     begins, continues = _read_flag(given, _GENERATION_PROMPT), _read_flag(given, _CONTINUE)
     if begins and continues:
-        raise InvalidInput(given[_CONTINUE].spelling, f"contradicts {_GENERATION_PROMPT}")
+        raise InvalidInput(given[_CONTINUE].spelling, f"cannot be true if {_GENERATION_PROMPT} is true")
     checked = check_template_arguments(arguments.spelling, arguments.value) if arguments else {}
     return ChatPrompt(
         messages=messages,
@@ -374,7 +374,8 @@ def _read_constraint(given: Merged) -> Constraint | None:
     """Returns the constraint on a request's answers, or None. Raises InvalidInput if there are several."""
     ways = [name for name in _CONSTRAINTS if name in given and given[name].value is not None]
     if len(ways) > 1:
-        raise InvalidInput(given[ways[1]].spelling, f"contradicts {given[ways[0]].spelling}")
+        first = given[ways[0]].spelling
+        raise InvalidInput(given[ways[1]].spelling, f"cannot be combined with {first}: give only one of them")
     guide = str(given[GUIDE].value) if GUIDE in given else None
     if GUIDE_TYPE in ways:
         return of_guide(given[GUIDE_TYPE].value, guide)

@@ -71,7 +71,7 @@ class Tokenize(PromptSpelling, OpenAIChat):
 
     def _asked(self, taken: Mapping[str, Any], info: ModelInfo) -> Mapping[str, Any]:
         if PROMPT in taken and MESSAGES in taken:
-            raise InvalidInput(PROMPT, f"contradicts {MESSAGES}")
+            raise InvalidInput(PROMPT, f"cannot be combined with {MESSAGES}: give only one of them")
         if PROMPT not in taken and MESSAGES not in taken:
             raise InvalidInput(PROMPT, f"is needed, unless {MESSAGES} is given")
         return {key: value for key, value in taken.items() if key != _STRINGS}

@@ -289,7 +289,7 @@ def read_elements(given: RequestInput, most: int | None = None) -> tuple[str, li
 def raw_element(name: str, element: Any, as_base64: bool) -> bytes:
     """Returns one element of BYTES as bytes. Raises InvalidInput."""
     if not isinstance(element, (str, bytes)):
-        raise InvalidInput(name, f"must hold strings, got {values.shown(element)}")
+        raise InvalidInput(name, f"must contain strings, got {values.shown(element)}")
     try:
         raw = element.encode() if isinstance(element, str) else element
         return base64.b64decode(raw, validate=True) if as_base64 else raw

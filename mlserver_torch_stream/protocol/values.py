@@ -152,7 +152,7 @@ def is_text(value: Any) -> bool:
 
 
 def to_integer(value: Any) -> int:
-    """Returns a whole number, which may be spelled ``2.0`` or ``"2"``. Raises ValueError for anything else."""
+    """Returns the value as an int; it may be given as ``2.0`` or ``"2"``. Raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
@@ -163,7 +163,7 @@ def to_integer(value: Any) -> int:
 
 
 def to_number(value: Any) -> float:
-    """Returns a finite number, which may be spelled as a string. Raises ValueError for anything else."""
+    """Returns the value as a finite number; the value may be given as a string. Raises ValueError for anything else."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -178,7 +178,7 @@ def to_number(value: Any) -> float:
 
 
 def boolean(value: Any, info: ModelInfo) -> bool:
-    """Reads true or false, which may be spelled as a string."""
+    """Returns the value as a bool; the value may be given as a string. Raises ValueError for anything else."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):

@@ -260,5 +260,7 @@ def only_model(registry: MultiModelRegistry) -> str:
     """Returns the name of the only model that generates tokens. Raises InvalidInput unless there is exactly one."""
     names = [model.name for model in default_models(registry) if isinstance(model, TokenModel)]
     if len(names) != 1:
-        raise InvalidInput("model", f"is required, because the server has {len(names)} models that generate tokens")
+        raise InvalidInput(
+            "model", f"is required unless the server has exactly one model that generates tokens; it has {len(names)}"
+        )
     return names[0]

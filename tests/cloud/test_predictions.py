@@ -203,7 +203,7 @@ def test_an_object_at_which_the_handler_fails_is_an_error_row(
     found = rows(capfd.readouterr().out)
     assert [trouble(row) is None for row in found] == [True, True, False, True]
     assert found[2]["response"]["status_code"] == status
-    said = {"": "the handler's own", "cut": "after 1 pieces of the answer"}.get(failure[1], "as asked")
+    said = {"": "the handler's own", "cut": "after 1 piece of the answer"}.get(failure[1], "as asked")
     assert said in found[2]["response"]["body"]["error"]["message"]
 
 

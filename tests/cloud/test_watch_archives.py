@@ -220,7 +220,7 @@ def test_of_two_watchers_that_are_told_of_an_archive_one_infers_it_and_the_other
     _in(tmp_path, x_tar=tar([(f"{number}.txt", b"%d" % number) for number in range(40)], "w"))
     asyncio.run(asyncio.wait_for(act(), _TIMEOUT_S))
     assert sorted(asked, key=int) == [str(number) for number in range(40)]
-    assert done == ["x.tar"] * 2 and told == ["x.tar: another watcher is inferring it; waiting until it ends"]
+    assert done == ["x.tar"] * 2 and told == ["x.tar: another watcher is inferring it; waiting for that watcher"]
 
 
 @pytest.mark.parametrize(

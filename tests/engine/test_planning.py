@@ -124,7 +124,7 @@ def test_a_device_by_its_name() -> None:
     assert find_device("H100") is KNOWN["h100"]
     with pytest.raises(SettingsError, match=r"did you mean a100-80gb\?"):
         find_device("a100-80g")
-    with pytest.raises(SettingsError, match="known are l4, a10"):
+    with pytest.raises(SettingsError, match="known: l4, a10"):
         find_device("abacus")
 
 

@@ -153,7 +153,7 @@ def test_eight_bits_depend_on_company_where_that_has_outliers(tiny_model: Path) 
     ("config", "says"),
     [
         ({"quant_method": "gtpq"}, r"quant_method: unknown 'gtpq'; did you mean 'gptq'\?"),
-        ({}, r"quantization_config: quant_method is missing; known are .*torchao"),
+        ({}, r"quantization_config: quant_method is missing; known: .*torchao"),
         ({"quant_method": "bitsandbytes"}, r"needs load_in_4bit or load_in_8bit"),
         ({"quant_method": "bitsandbytes_8bit"}, r"needs load_in_4bit or load_in_8bit"),
         ({"quant_method": "gptq", "load_in_4bit": True}, r"quant_method: 'gptq' cannot be combined with load_in_4bit"),

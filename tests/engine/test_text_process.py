@@ -119,7 +119,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(letter: str)
 
 
 def test_a_template_that_refuses_is_the_clients_fault() -> None:
-    with pytest.raises(InvalidInput, match="messages: the chat template refused them: no system"):
+    with pytest.raises(InvalidInput, match="messages: the chat template refused the messages: no system"):
         _chat("{{ raise_exception('no system') }}").encode(_HELLO)
 
 

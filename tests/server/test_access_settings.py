@@ -87,8 +87,8 @@ def _no_such_authority(authority: Authority) -> dict[str, Path]:
     [
         (_certificate_alone, "TLS_KEY_FILE: is not set, but TLS needs both a certificate and its key"),
         (_authority_alone, "TLS_CERT_FILE: is not set, but TLS needs both a certificate and its key"),
-        (_key_of_another, "TLS_CERT_FILE and TLS_KEY_FILE: cannot be used"),
-        (_encrypted_key, "TLS_CERT_FILE and TLS_KEY_FILE: cannot be used"),
+        (_key_of_another, "TLS_CERT_FILE and MLSERVER_TORCH_STREAM_TLS_KEY_FILE: cannot be used"),
+        (_encrypted_key, "TLS_CERT_FILE and MLSERVER_TORCH_STREAM_TLS_KEY_FILE: cannot be used"),
         (_no_such_authority, "TLS_CLIENT_CA_FILE: cannot be used"),
     ],
 )

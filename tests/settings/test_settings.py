@@ -27,7 +27,7 @@ def parse(environ: dict[str, str] | None = None, **extra: object) -> ResolvedSet
     [
         ("dtyp", "auto", "did you mean 'dtype'?"),
         ("max_rows", 3, "unknown key 'max_rows'"),
-        ("zzz", 1, "known are model,"),
+        ("zzz", 1, "known: model,"),
     ],
 )
 def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: object, says: str) -> None:

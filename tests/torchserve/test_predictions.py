@@ -140,7 +140,9 @@ def test_an_error_status_of_the_handlers_own_keeps_its_body(server: Server) -> N
 
 def test_a_header_of_the_handlers_cannot_add_others(server: Server) -> None:
     refused = _post(server, content=b"split")
-    assert _error(refused) == (503, "InternalServerException", "the handler's header 'x-mine' cannot be sent")
+    reason = "its name is empty, or its name or value has characters that HTTP does not allow"
+    message = f"the handler's header 'x-mine' cannot be sent: {reason}"
+    assert _error(refused) == (503, "InternalServerException", message)
     assert "set-cookie" not in refused.headers
 
 

@@ -1,7 +1,8 @@
 """Compares logits at far positions without computing a long sequence.
 
-The check fills two caches, transformers' own and a few pages that a long block table lists repeatedly. Both caches
-repeat the keys and values of a short sequence. The next tokens must get the same logits with both caches.
+The check fills two caches: transformers' own cache, and a paged one with only a few pages, which a long block table
+repeats. Both caches repeat the keys and values of a short sequence. The next tokens must get the same logits with both
+caches.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def far_lengths(trial: Trial, room: int | None, more: Sequence[int] = ()) -> lis
     spec, most = in_all(specs.values()), min(weights, room) // _PART
     lengths = [length for length in wanted if length in more or spec.state_bytes + length * spec.token_bytes <= most]
     if left := sorted(set(wanted) - set(lengths)):
-        logger.info("positions from %d on are not compared at load: their cache would be too large", left[0])
+        why = f"their cache would have more than {most} bytes"
+        logger.info("positions from %d on are not compared at load: %s", left[0], why)
     return lengths
 
 

@@ -62,7 +62,7 @@ class ModelOutline:
 
 
 class Anew(Enum):
-    """The reason why a load is checked again."""
+    """The reason why a load has to be checked."""
 
     NEW = "no earlier load of it is recorded"
     WEIGHTS = "its files have changed"
@@ -125,7 +125,7 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
 
 
 def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
-    """Returns the results of an earlier load's checks, or the reason why this load has to be checked again."""
+    """Returns the results of an earlier load's checks, or the reason why this load has to be checked."""
     folder = cache_dir / _FOLDER
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
     for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):

@@ -157,7 +157,8 @@ class ConstraintCompiler:
         if len(constraint.source) > _MAX_CHARACTERS:
             raise InvalidInput(constraint.field, f"must have at most {_MAX_CHARACTERS} characters")
         if _least_multiple(constraint.source) > _MAX_MULTIPLE:
-            raise InvalidInput(constraint.field, "is too complex: multipleOf with these numbers has too many states")
+            multiple = "the least common multiple of all multipleOf, without decimal points and the factors 2 and 5,"
+            raise InvalidInput(constraint.field, f"is too complex: {multiple} is above {_MAX_MULTIPLE}")
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, max_grammar_size=_MAX_GRAMMAR, verbose_errors=False)

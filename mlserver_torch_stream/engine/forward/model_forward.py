@@ -131,7 +131,7 @@ class ModelForward(LoadedForward):
 
 
 def _rows(batch: Batch) -> list[Batch]:
-    """Splits a batch for the forms with rows.
+    """Splits a batch for the ways in which the model gets sequences as rows.
 
     Consecutive sequences that only decode one token stay together; every other sequence becomes a batch of its own. The
     order is kept, because a sequence may read pages that an earlier sequence writes.

@@ -158,7 +158,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return value
-    raise LoadFailed(f"{file}: is nested too deeply")
+    raise LoadFailed(f"{file}: is nested too deeply; at most {_MAX_DEPTH} levels are read")
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:

@@ -121,8 +121,9 @@ def loads_by_transformers(path: Path) -> bool:
         raise file.refused("attention.recurrent_layers", f"does not match full_attention_interval, which is {every}")
     keys, values = (file.take(f"attention.{kind}_length", int) for kind in ("key", "value"))
     if values not in (None, keys):
+        known = "missing" if keys is None else keys
         raise file.refused(
-            "attention.value_length", f"is {values}, but must equal the length of the keys, which is {keys}"
+            "attention.value_length", f"is {values}, but must equal the length of the keys, which is {known}"
         )
     file.mark_taken(recorded.read, tensors)
     file.check_all_taken()

@@ -31,7 +31,7 @@ class GroupFormat:
 
     @property
     def offset(self) -> int:
-        """The code that stands for a weight of zero."""
+        """The code that stands for zero, before the minimum is added."""
         return 128 if self.bits == 8 else 0 if self.minimum else 8
 
     @property

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from mlserver_torch_stream.engine.scheduler.queue import PromptBudget
 
-# The time that one more row is expected to add: this share of the step's time, but at most this share of the time per
-# row. On two cores, a second row adds 0.14 of the step's time, and a ninth row adds 0.5 of the time per row.
+# The time that one more row is expected to add: the share _OF_STEP of the step's time, but at most the share _OF_ROW of
+# the time per row. On two cores, a second row adds 0.14 of the step's time, and a ninth row adds 0.5 of the time per
+# row.
 _OF_STEP = 0.1
 _OF_ROW = 0.35
 _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean

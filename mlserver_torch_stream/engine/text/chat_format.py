@@ -130,7 +130,7 @@ def _bodies(spelling: CallSpelling, tokens: Mapping[str, int], function: Mapping
 
 
 def _free(spelling: CallSpelling, tokens: Mapping[str, int], calls: str) -> str:
-    """Returns the rules for a text in which a call must follow every mark and any other text is allowed."""
+    """Returns the rules for a text that may contain anything, but in which every mark must be followed by a call."""
     if spelling.optional:
         return f"start: {calls} | OTHER?\nOTHER: /[^\\s{{](?s:.*)/ & ~/(?s:.*){re.escape(spelling.mark)}(?s:.*)/\n"
     after_mark = calls.removeprefix(_marked(spelling.mark, tokens))

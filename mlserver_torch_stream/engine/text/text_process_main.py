@@ -78,7 +78,9 @@ def _limit_memory(max_bytes: int) -> None:
 def _run(job: Job, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return {"result": job(**arguments)}
-    except (MemoryError, RecursionError) as error:
-        return {"exceeded": f"needed too much {'memory' if isinstance(error, MemoryError) else 'recursion'}"}
+    except MemoryError:
+        return {"exceeded": "needed more memory than its process may have"}
+    except RecursionError:
+        return {"exceeded": f"nested more than {sys.getrecursionlimit()} calls"}
     except BaseException as error:  # a panic of the library is not an Exception
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}

@@ -36,7 +36,7 @@ _MAX_NORMALIZED = 2**26  # characters that this process tokenizes at a time, whi
 _MAX_THREADS = 2
 _CHARACTERS_PER_TOKEN = 8  # more than any language has on average
 _MAY_SHRINK = 4  # how many times shorter a normalizer may make a text
-_LONG = 2**18  # characters: to tokenize them leaves some 30 MB of free blocks in the heap
+_LONG = 2**18  # characters: tokenizing them leaves some 30 MB of free blocks in the heap
 _TRIM_AFTER_S = 1.0
 _UNSURE = 64  # tokens at the end of an unfinished text, which further text can still change
 _ENDING = 16  # tokens at the end of a conversation in which the reasoning may begin
@@ -245,7 +245,7 @@ class TextCodec:
         except NotServing:
             raise
         except Exception as error:  # a template is a program that runs on the client's data, and can raise any error
-            raise InvalidInput(prompt.field, f"the chat template refused them: {_reason(error)}") from error
+            raise InvalidInput(prompt.field, f"the chat template refused the messages: {_reason(error)}") from error
 
 
 def _as_failure(error: BaseException, field: str) -> BaseException:
@@ -255,7 +255,7 @@ def _as_failure(error: BaseException, field: str) -> BaseException:
     ):
         return error
     logger.error("the model's tokenizer failed: %s", _reason(error))
-    return GenerationFailed(f"{field}: the model's tokenizer failed on this text")
+    return GenerationFailed(f"{field}: the model's tokenizer failed")
 
 
 def _require_unicode(text: str, field: str) -> None:

@@ -1,7 +1,8 @@
 """Defines the messages between the server and vLLM's worker: frames with a JSON header, and prompts as raw 32-bit ids.
 
-Both sides import this module, which imports only the standard library. Each side sends its protocol version in its
-first message. Nothing is unpickled. A frame that breaks these rules raises ``BrokenFrame``.
+Both sides import this module, which imports only the standard library and two modules of this package that do the
+same. Each side sends its protocol version in its first message. Nothing is unpickled. A frame that breaks these rules
+raises ``BrokenFrame``.
 
 The server sends ``start``, ``add``, ``abort``, ``load_adapter`` and ``unload_adapter``. The worker sends ``hello``,
 then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. If the worker
@@ -158,7 +159,7 @@ def _stats(given: Mapping[str, Any]) -> WorkerStats:
     counts = {name: _count(given[name]) for name in STATS if name != "kv_usage"}
     usage = float(given["kv_usage"])
     if not math.isfinite(usage):
-        raise ValueError(f"kv_usage is {usage!r}")
+        raise ValueError(f"kv_usage must be finite, got {usage!r}")
     return WorkerStats(**counts, kv_usage=min(max(usage, 0.0), 1.0))
 
 
@@ -171,7 +172,7 @@ def _output(
     if logprobs is not None:
         logprobs = [Logprobs(_logprob(own), [(_id(at), _logprob(value)) for at, value in top]) for own, top in logprobs]
         if len(logprobs) != len(ids):
-            raise ValueError("each token has its log-probability")
+            raise ValueError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
     found = None if cached is None else _count(cached)
     return Output(_count(number), ids, reason, found, logprobs, _text(error), _text(field))
 

@@ -101,7 +101,7 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
     # Killed processes leave shared memory behind. The parent process removes the segments that are named here.
     (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in shared_memory(os.getpid())), encoding="utf-8")
     gc.collect()
-    gc.freeze()  # as `vllm serve`: later collections do not visit all objects of torch, while tokens wait
+    gc.freeze()  # as `vllm serve` does: later collections do not visit all objects of torch, while tokens wait
     connection.sendall(encode_frame({"t": "ready", **ready}))
     frames: asyncio.Queue[Any] = asyncio.Queue()
     threading.Thread(target=_read, args=(reader, asyncio.get_running_loop(), frames), daemon=True).start()
@@ -127,7 +127,8 @@ def _start(order: StartOrder, steps: Steps) -> Any:
     if not version.startswith(tuple(f"{each}." for each in VERSIONS)):
         raise StartRefused(f"vLLM {version} is not a version that this server supports: {', '.join(VERSIONS)}")
     if not PYTHONS[0] <= python <= PYTHONS[1]:
-        raise StartRefused(f"Python {python[0]}.{python[1]} is not supported; vLLM's interpreter must be 3.10 to 3.13")
+        needed = "vLLM's interpreter must be Python 3.10 to 3.13"
+        raise StartRefused(f"Python {python[0]}.{python[1]} is not supported; {needed}")
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext

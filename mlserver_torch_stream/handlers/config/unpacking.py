@@ -27,7 +27,7 @@ from typing import IO, Any
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
 
 BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
-# Compression hardly shrinks weights, and shrinks text to a tenth; DEFLATE shrinks zeros, a bomb, to a thousandth.
+# Compression hardly shrinks weights, and shrinks text to a tenth; DEFLATE shrinks the zeros of a bomb to a thousandth.
 _MAX_RATIO = 100
 _LEAST_BYTES = 1 << 30  # the lowest bound on the unpacked size, which small archives get
 _FILES = 50_000  # a whole environment of Python packages has 20,000 to 30,000
@@ -115,8 +115,10 @@ class _BoundedReads(gzip.GzipFile):
     """Limits each read, because tarfile reads all headers of a member, such as a long name, at once."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _CHUNK:
-            raise LoadFailed(f"{self.name}: the headers of a member have {size} bytes, more than {_CHUNK}")
+        if size is None or size < 0:
+            raise LoadFailed(f"{self.name}: the headers of a member have no valid size")
+        if size > _CHUNK:
+            raise LoadFailed(f"{self.name}: the headers of a member have {size} bytes, more than the limit, {_CHUNK}")
         return super().read(size)
 
 
@@ -178,7 +180,7 @@ class _Target:
         if self._files > self._most_files:
             raise LoadFailed(
                 f"{self._archive}: has more than {self._most_files} files and folders: "
-                f"if the archive needs them, raise parameters.extra.{FILES_KEY}"
+                f"if the archive needs them, raise parameters.extra.{FILES_KEY} (import-mar: --max-unpacked-files)"
             )
 
     def _copy(self, content: IO[bytes], path: Path) -> None:
@@ -198,7 +200,7 @@ class _Target:
             if self._bytes > self._most_bytes:
                 raise LoadFailed(
                     f"{self._archive}: unpacks to more than {self._most_bytes} bytes: "
-                    f"if the archive needs them, raise parameters.extra.{BYTES_KEY}"
+                    f"if the archive needs them, raise parameters.extra.{BYTES_KEY} (import-mar: --max-unpacked-bytes)"
                 )
             yield chunk
 

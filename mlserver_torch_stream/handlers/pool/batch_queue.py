@@ -83,7 +83,7 @@ class BatchQueue:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the oldest waiting request that any worker may take arrived; None if there is no such request."""
+        """The arrival time of the oldest waiting request that any worker may take; None if there is no such request."""
         new = [each.pending[0] for each in self._sequences.values() if each.worker is None and each.pending]
         return min((job.arrived for job in [*new, *list(self._plain)[:1]]), default=None)
 

@@ -145,9 +145,11 @@ class PieceStream:
     def cut_if_far_behind(self) -> None:
         """Ends the stream if too many pieces, or too many bytes besides the newest piece, wait for the reader."""
         if self._bytes - len(self._pieces[-1].value) > _MAX_BYTES or len(self._pieces) > _MAX_PIECES:
+            waiting = f"{self._bytes} bytes in {len(self._pieces)} pieces"
+            limits = f"the limits are {_MAX_BYTES} bytes besides the newest piece, and {_MAX_PIECES} pieces"
             self._pieces.clear()
             self.over = False  # set even after the last piece, which the reader no longer gets
-            self.fail(ClientLags(f"the client has not read {self._bytes} bytes: its stream is closed"))
+            self.fail(ClientLags(f"the client has not read {waiting} ({limits}): its stream is closed"))
             self.close()
 
     def fail(self, error: RequestError) -> None:

@@ -36,7 +36,7 @@ class RankCancellation:
                 self._alike = self._alike is not False and len(set(counts.values())) == 1
 
     def asked(self, call: int, send: int) -> Message:
-        """Called when the first rank asks to end the call. This rank waits at its send with the number ``send``."""
+        """Called when the first rank asks to end the call. This rank waits at its send number ``send``."""
         if not self._alike:
             return _verdict(call, False)
         self._call, self._next, self._waiting = call, {0: send}, set()

@@ -138,8 +138,9 @@ class PieceReader:
                 self._observer.piece(job.queued_s)
                 last, count, size = piece.last, count + 1, size + len(piece.value)
                 if whole and (size > MAX_WHOLE_BYTES or count > self._most_pieces):
-                    message = f"{count} pieces with {size} bytes are too much for one response: request a stream"
-                    raise HandlerFailed(message, 507)
+                    limits = f"the limits are {self._most_pieces} pieces and {MAX_WHOLE_BYTES} bytes"
+                    message = f"{count} pieces with {size} bytes are too much for one response"
+                    raise HandlerFailed(f"{message}: {limits}; request a stream", 507)
                 yield piece if last or count > 1 else self._first_of_stream(piece)
             if not last and self._closed:
                 raise asyncio.CancelledError("the reply was closed before its end")

@@ -51,10 +51,10 @@ class StopAlone(NeverStop):
 class StopTogether(NeverStop):
     """Ends a call on all ranks at the same send, or on none: a rank that went on would wait for the others forever.
 
-    Once in a call, the first rank asks the server to end it, and waits. The other ranks report the number of their next
-    send, and wait there until they know where to meet: at the furthest of the reported sends, which every rank can
-    reach without the other ranks. When all ranks have met there, the call ends. A call that has started a thread does
-    not end early, because the thread might interfere with the next call.
+    Once in a call, the first rank asks the server to end it, and waits. Each other rank reports the number of its next
+    send and waits before that send. The ranks then meet at the highest reported number, which every rank can reach on
+    its own. When all ranks have met there, the call ends. A call that has started a thread does not end early, because
+    the thread might interfere with the next call.
     """
 
     def __init__(self, channel: Channel) -> None:

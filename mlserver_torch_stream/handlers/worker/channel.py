@@ -96,9 +96,9 @@ class Channel:
         for piece in pieces:
             size = piece.bytes_to_send()
             if size > self._most_bytes:
-                self.failed(
-                    [piece.request_id], TOO_LARGE, f"a piece of {len(piece.value)} bytes is too large: send it in parts"
-                )
+                limit = f"the limit for a piece and its headers is {self._most_bytes} bytes"
+                message = f"a piece of {len(piece.value)} bytes is too large: {limit}; send it in parts"
+                self.failed([piece.request_id], TOO_LARGE, message)
                 failed.add(piece.request_id)
                 continue
             if size > left:
@@ -126,7 +126,10 @@ class Channel:
         self._send({"t": "pieces", "items": items, **end}, b"".join(each.value for each in pieces))
 
     def failed(self, request_ids: Collection[str], status: int, message: str, retry: bool = False) -> None:
-        """Reports that requests have failed. ``retry`` says that they were a batch, and may succeed one by one."""
+        """Reports that requests have failed.
+
+        ``retry`` means that the failed requests ran as a batch, and may succeed if each is run alone.
+        """
         if request_ids:
             message = message[:_MAX_MESSAGE_CHARS]
             self.send("failed", ids=list(request_ids), status=status, message=message, retry=retry)

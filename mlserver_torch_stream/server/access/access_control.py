@@ -66,7 +66,7 @@ class ApiKeys:
         self._version = version
         try:
             self._digests = self._read()
-            logger.info(f"Read the keys in {self._path} again: {len(self._digests)} keys")
+            logger.info(f"Read the keys in {self._path} again; number of keys: {len(self._digests)}")
         except (OSError, SettingsError) as error:
             reason = error if isinstance(error, SettingsError) else os.strerror(error.errno or 0)
             logger.error(f"Cannot read the keys in {self._path} again, so the earlier ones stay valid: {reason}")
@@ -166,7 +166,7 @@ def tls_files(options: ServerOptions) -> TlsFiles | None:
         missing = "TLS_KEY_FILE" if files.certificate else "TLS_CERT_FILE"
         raise SettingsError(f"{PREFIX}{missing}: is not set, but TLS needs both a certificate and its key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    named = "TLS_CERT_FILE and TLS_KEY_FILE"
+    named = f"TLS_CERT_FILE and {PREFIX}TLS_KEY_FILE"
     try:
         context.load_cert_chain(files.certificate, files.key, password="")  # None would ask for one on the terminal
         if files.client_ca:

@@ -141,8 +141,8 @@ class ConcurrentReplies(Generic[Message, Body, Response]):
             answer.close()
 
     async def _fail(self, answer: MessageReply[Body], error: Exception) -> None:
-        """Ends the whole stream with the error if this is its only message and nothing has been sent. Otherwise only
-        the reply to this message fails.
+        """If the failed message is the only one in the stream and nothing has been sent, ends the whole stream with the
+        error. Otherwise only the reply to this message fails.
         """
         if self._closed:
             return

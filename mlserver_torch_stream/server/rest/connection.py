@@ -201,8 +201,9 @@ class Http1(HttpProtocol):
         self._beside_body += len(data)
         super().data_received(data)
         if self._beside_body > _MAX_BYTES_BESIDE_BODY and not self.transport.is_closing():
-            self.logger.warning("The head of a request is too long.")
-            self.refuse_head("The head of the request is too long.")
+            limit = f"at most {_MAX_BYTES_BESIDE_BODY} bytes are allowed"
+            self.logger.warning(f"The head of a request, or a chunk extension or trailer, is too long: {limit}.")
+            self.refuse_head(f"The head of the request, or a chunk extension or trailer, is too long: {limit}.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -155,7 +155,8 @@ def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str
         handlers["content-type"] = content_type
     for name, value in handlers.items():
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-            raise UnsendableHead(f"the handler's header {name[:100]!r} cannot be sent")
+            reason = "its name is empty, or its name or value has characters that HTTP does not allow"
+            raise UnsendableHead(f"the handler's header {name[:100]!r} cannot be sent: {reason}")
     if not handlers:
         return [*_ENCODED, (_ENCODED_ID, request_id.encode("latin-1"))]
     headers = {**_NOT_CACHED, **handlers, REQUEST_ID: request_id}
@@ -165,7 +166,7 @@ def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str
 def check_status(status: int) -> None:
     """Raises UnsendableHead if HTTP does not allow the status."""
     if not 200 <= status < 600:
-        raise UnsendableHead(f"the handler's status {status} cannot be sent")
+        raise UnsendableHead(f"the handler's status {status} cannot be sent: it must be from 200 to 599")
 
 
 def body_of(status: int, value: bytes) -> bytes:

@@ -64,7 +64,7 @@ def _shown(reply: Reply, other: Reply) -> str:
     usual = {name for name in _USUAL if reply.headers.get(name) == other.headers.get(name, reply.headers.get(name))}
     parts = [str(reply.status)] if reply.status else []
     parts += [code(f"{name}: {reply.headers[name]}") for name in sorted({*reply.headers} - usual - _OF_THE_BODY)]
-    parts += [f"{len(reply.pieces)} chunks"] if "transfer-encoding" in reply.headers else []
+    parts += [counted(len(reply.pieces), "chunk")] if "transfer-encoding" in reply.headers else []
     parts += [code(text_of(piece)) for piece in reply.pieces if piece]
     parts += [code(text_of(reply.details.encode()))] if reply.details else []
     return ", ".join([*parts, *([reply.fault] if reply.fault else [])])
@@ -81,6 +81,11 @@ def text_of(piece: bytes) -> str:
     if not text.isprintable():
         text = repr(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … ({len(piece)} bytes)"
+
+
+def counted(number: int, name: str) -> str:
+    """Returns the number with the name, in the plural unless the number is 1."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def code(text: str) -> str:

@@ -10,7 +10,7 @@ class MetricsCacheTypeError(Exception):
 
 
 class MetricsCacheKeyError(Exception):
-    """The store has no such metric."""
+    """Raised if the store has no such metric."""
 
 
 class MetricsCacheIOError(Exception):
@@ -22,4 +22,4 @@ class MetricsCachePyYamlError(Exception):
 
 
 class GeneralMetricsCacheError(Exception):
-    """Any other failure of the metrics."""
+    """Raised for any other failure of the metrics."""
