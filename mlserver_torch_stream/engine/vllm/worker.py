@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def main(descriptor: int, folder: str) -> None:
     try:
         first = reader.read()
         if first is not None:
-            asyncio.run(_serve(connection, reader, StartOrder.decode(first[0]), Path(folder)))
+            _run(_serve(connection, reader, StartOrder.decode(first[0]), Path(folder)))
     except (BrokenFrame, ConnectionError) as error:
         print(f"the connection to the server broke: {in_line(error)}", file=sys.stderr, flush=True)
     except Exception:
@@ -62,6 +62,16 @@ def main(descriptor: int, folder: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs ``main`` on uvloop, as ``vllm serve`` does, if it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
 
 
 def _python() -> tuple[int, int]:
