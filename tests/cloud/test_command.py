@@ -127,7 +127,7 @@ def test_how_many_failures_end_a_run(
     assert cloud("run", "--input", rows, "--url", server.url, *options) == status
     out, err = capsys.readouterr()
     assert len(_lines(out)) == (3 if status == 3 else 10)
-    assert ("more than 0; the last: r2" in err) == (status == 3)
+    assert ("more than the 0 allowed; the last: r2" in err) == (status == 3)
 
 
 def test_what_a_server_or_a_key_says_steers_no_terminal(rows: Path, server: ModelServer, capsys: Any) -> None:

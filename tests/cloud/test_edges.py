@@ -179,14 +179,21 @@ def test_a_folder_that_cannot_be_walked_is_an_error_row_and_the_other_files_are_
     assert [row["error"] and row["error"]["message"] for row in found] == [None, f"'a/up': is {said}", None, None]
 
 
-@pytest.mark.parametrize("body", [b'"\\ud800"', b'"x", "temperature": NaN'])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'"\\ud800"', b"cannot be sent as JSON"),
+        (b'"x", "temperature": NaN', b"line 1: is not JSON: NaN is not a JSON value"),
+    ],
+    ids=["surrogate", "NaN"],
+)
 def test_a_row_that_json_cannot_carry_fails_alone_in_its_batch(
-    tmp_path: Path, server: ModelServer, capfdbinary: Any, body: bytes
+    tmp_path: Path, server: ModelServer, capfdbinary: Any, body: bytes, said: bytes
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": ' + body + b'}\n{"prompt": "good"}\n')
     assert cloud("run", "--input", tmp_path, "--url", server.url, "--batch-rows", "2") == 1
     bad, good = capfdbinary.readouterr().out.splitlines()
-    assert b'"error":{"message":"cannot be sent as JSON' in bad and b'"text":"doog"' in good
+    assert said in bad and b'"text":"doog"' in good
 
 
 def test_a_key_that_the_library_has_no_name_for_is_one_error_row(tmp_path: Path) -> None:

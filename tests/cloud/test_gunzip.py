@@ -125,7 +125,7 @@ def test_the_command_reads_gzip_and_claims_to_know_no_end_of_it(
     (tmp_path / "in" / "b.GZ").write_bytes(gzip.compress(lines.encode()))
     run = ("run", "--input", tmp_path / "in", "--url", server.url)
     assert cloud(*run) == 2
-    assert "holds b.GZ, which is compressed" in capsys.readouterr().err
+    assert "contains b.GZ, which is compressed" in capsys.readouterr().err
     assert cloud(*run, "--as", "jsonl", "--progress", "on") == 0
     out, err = capsys.readouterr()
     assert [json.loads(line)["custom_id"] for line in out.splitlines()][4:6] == ["a.jsonl.gz:5", "b.GZ:1"]

@@ -212,7 +212,7 @@ def test_without_the_library_the_extra_is_named(
     _write(tmp_path, "a.parquet", _file(2))
     assert cloud("run", "--input", tmp_path / "in", "--column", "question", "--url", server.url) == 2
     said = capsys.readouterr().err
-    assert "--input: holds a.parquet, which is Parquet, which needs the extra [parquet]" in said
+    assert "--input: contains a.parquet, which is Parquet, which needs the extra [parquet]" in said
     _write(tmp_path, "a.parquet", b"")
     assert _bodies(tmp_path, _PROMPT) == ["refused"]
 

@@ -248,6 +248,6 @@ def _of_words(**more: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
 
 
-@pytest.mark.parametrize(("end", "said"), [(2, "unknown kind"), (9, "holes")])
+@pytest.mark.parametrize(("end", "said"), [(2, "unknown kind"), (9, "gaps")])
 def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused_by_name(end: int, said: str) -> None:
     assert said in _refused(ConstraintCompiler(_of_words(end=end)), _regex("a")).message

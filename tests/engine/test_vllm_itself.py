@@ -271,7 +271,7 @@ def _resident(pid: int) -> int:
 
 def test_an_engine_core_that_hangs_is_killed_and_vllm_starts_again(tiny: BuiltEngine) -> None:
     (last,) = _strike(tiny, "VLLM::EngineCore", signal.SIGSTOP, streams=1)
-    assert "has not come back" in str(last[0].error)
+    assert "has not returned" in str(last[0].error)
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def test_a_failure_in_a_stream_is_a_failed_response_and_an_error(slow: Server) -
     assert _text(failed["response"]) == _deltas(before, "output_text") != ""
     assert failed["response"]["output"][0]["status"] == "incomplete"
     assert error["type"] == "error" and error["error"]["type"] == "server_error"
-    assert error["message"] == failed["response"]["error"]["message"] and "long" in error["message"]
+    assert error["message"] == failed["response"]["error"]["message"] and "exceeded its timeout" in error["message"]
 
 
 def test_responses_and_events_are_as_the_document_describes_them(served: Server) -> None:

@@ -109,7 +109,7 @@ def test_failures_are_errors_with_their_kind(observed: Server, spans: Collector)
     _rest_stream(observed, "trace-late", timeout=1)
     bad, late = _span(spans, "trace-bad"), _span(spans, "trace-late")
     assert bad.failed and bad.attributes["error.type"] == "InvalidInput" and bad.message == ""
-    assert late.failed and late.attributes["error.type"] == "TimedOut" and "too long" in late.message
+    assert late.failed and late.attributes["error.type"] == "TimedOut" and "exceeded its timeout" in late.message
     assert not bad.events and _parent(spans, bad)
 
 

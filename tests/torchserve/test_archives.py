@@ -248,7 +248,7 @@ def test_links_and_devices_are_refused(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ('{"model": {}}', "no model.handler"),
         ("[]", "no model.handler"),
-        ('{"runtime": "LSP", "model": {"handler": "x"}}', "runtime 'LSP' is not implemented"),
+        ('{"runtime": "LSP", "model": {"handler": "x"}}', "the runtime 'LSP' is not supported; only python is"),
         ('{"model": {"handler": "x", "configFile": "missing.yaml"}}', "cannot read missing.yaml"),
     ],
 )
