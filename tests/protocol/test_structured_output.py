@@ -158,8 +158,8 @@ def test_a_schema_that_refers_to_itself_in_ever_so_many_ways_is_refused_soon() -
     count = 40
     every = [{"$ref": f"#/$defs/{number}"} for number in range(count)]
     defs = {str(number): {"type": "object", "anyOf": every} for number in range(count)}
-    with pytest.raises(InvalidInput, match="too many ways"):
+    with pytest.raises(InvalidInput, match="too complex to tell whether an answer can end"):
         check_finite("f", {"$ref": "#/$defs/0", "$defs": defs})
     chain: dict[str, Any] = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(5000)}
-    with pytest.raises(InvalidInput, match="too many ways"):
+    with pytest.raises(InvalidInput, match="too complex to tell whether an answer can end"):
         check_finite("f", {"$ref": "#/$defs/0", "$defs": chain})
