@@ -37,6 +37,7 @@ def adapted(folder: Path, tiny_model: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.long
 def test_a_row_is_answered_by_the_adapter_that_it_names(adapted: Server, folder: Path) -> None:
     with Api(adapted.url) as api:
         names = ["tiny", "early", "tiny", "earli"]
@@ -52,6 +53,7 @@ def test_a_row_is_answered_by_the_adapter_that_it_names(adapted: Server, folder:
     assert sorted(asked, key=str) == [1, None, None]
 
 
+@pytest.mark.long
 def test_rows_wait_for_an_adapter_that_is_unloaded_and_loaded_again(adapted: Server) -> None:
     late = {"lora_name": "late", "lora_path": "late"}
     assert openai.post(adapted, LOAD, late).status_code == 200

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import httpx
+import pytest
 
 from mlserver_torch_stream import client
 from tests import plain_http
@@ -31,6 +32,7 @@ def _ask(server: Server, model: str = "tiny", **body: object) -> httpx.Response:
     return plain_http.post(f"{server.url}/v2/models/{model}/generate", json=asked, timeout=60)
 
 
+@pytest.mark.long
 def test_a_batch_leaves_one_slot_free_and_a_client_is_answered_before_any_row_ends(
     api: Api, batch_server: Server
 ) -> None:
@@ -54,6 +56,7 @@ def test_no_row_starts_while_clients_hold_all_slots_but_one(api: Api, batch_serv
     assert api.wait(batch)["request_counts"]["completed"] == 1
 
 
+@pytest.mark.long
 def test_the_prompt_of_a_client_is_prefilled_before_the_rest_of_a_row(api: Api, batch_server: Server) -> None:
     long = [{"role": "user", "content": "x1y2z3 " * 100}]
     batch = api.create([row(0, model="chunked", messages=long, max_tokens=2, ignore_eos=True)])["id"]

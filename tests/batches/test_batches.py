@@ -145,6 +145,7 @@ def test_counts_grow_while_rows_are_answered(api: Api) -> None:
     assert api.wait(batch["id"])["request_counts"]["completed"] == 48
 
 
+@pytest.mark.long
 def test_cancelling_stops_soon_and_keeps_what_was_answered(api: Api) -> None:
     batch = api.create([row(n, max_tokens=500 if n > 20 else 4, ignore_eos=True) for n in range(100)])
     api.wait(batch["id"], "in_progress", done=16)

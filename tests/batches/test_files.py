@@ -46,6 +46,7 @@ def test_a_file_of_the_largest_size_comes_back_unchanged(api: Api) -> None:
     api.client.delete(f"/files/{file['id']}")
 
 
+@pytest.mark.long
 def test_a_client_that_reads_nothing_of_a_file_is_cut_off(api: Api, batch_server: Server) -> None:
     file = api.post_file(b"x" * MAX_BYTES).json()
     with socket.socket() as connection:

@@ -56,6 +56,7 @@ def test_no_bytes_break_the_reader_of_forms(content: bytes, cuts: list[int], beg
             form.feed(piece)
 
 
+@pytest.mark.long
 @given(st.text(max_size=200))
 def test_no_content_type_breaks_the_reader_of_forms(content_type: str) -> None:
     with suppress(InvalidInput):

@@ -123,6 +123,7 @@ def _assert_one(found: _Texts) -> None:
     assert len(set(found.values())) == 1 and all(found.values()), found
 
 
+@pytest.mark.long
 @_SAMPLINGS
 def test_a_prompt_has_one_text_in_all_spellings(batch_server: Server, api: Api, sampling: dict[str, Any]) -> None:
     asked = _asked(sampling)
@@ -137,6 +138,7 @@ def test_a_prompt_has_one_text_in_all_spellings(batch_server: Server, api: Api, 
     )
 
 
+@pytest.mark.long
 @_SAMPLINGS
 def test_a_conversation_has_one_text_in_all_spellings(
     batch_server: Server, proxy: str, api: Api, sampling: dict[str, Any]

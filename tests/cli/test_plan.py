@@ -64,6 +64,7 @@ def test_a_rate_that_is_none_is_refused_by_name(capsys: pytest.CaptureFixture[st
     assert f"argument {option}" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_model_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert main(["plan", str(tmp_path), "--device", "l4"]) == 2

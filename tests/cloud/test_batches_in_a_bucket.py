@@ -14,6 +14,7 @@ from tests.batches.bench import Bench, Echo
 _TOTAL = 3 * PART_ITEMS + 2
 
 
+@pytest.mark.long
 def test_a_batch_in_a_bucket_goes_on_behind_its_last_part(bucket: str) -> None:
     async def run() -> None:
         models, again = Echo("tiny"), Echo("tiny")

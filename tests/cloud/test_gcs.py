@@ -25,6 +25,7 @@ def gcs() -> Iterator[Bucket]:
         yield running
 
 
+@pytest.mark.long
 def test_a_run_resumes_and_tries_again_in_a_bucket(gcs: Bucket, server: ModelServer) -> None:
     lines = [json.dumps({"custom_id": f"r{i}", "prompt": f"row {i}"}) for i in range(10)]
     gcs.objects["in/a b.jsonl"] = ("\n".join(lines).encode(), 7)

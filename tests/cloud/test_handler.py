@@ -249,6 +249,7 @@ _BAD = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "said"), _BAD)
 def test_options_that_do_not_fit_are_named(folder: Path, options: tuple[str, ...], said: str, capfd: Any) -> None:
     missing = str(folder / "none.mar")

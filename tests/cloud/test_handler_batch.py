@@ -49,6 +49,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 def test_while_a_worker_runs_a_batch_the_next_one_waits_in_its_queue_and_no_batch_is_split_or_joined(
     tmp_path: Path,
 ) -> None:

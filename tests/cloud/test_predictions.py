@@ -207,6 +207,7 @@ def test_an_object_at_which_the_handler_fails_is_an_error_row(
     assert said in found[2]["response"]["body"]["error"]["message"]
 
 
+@pytest.mark.long
 def test_the_last_try_of_an_object_is_made_while_no_other_is_sent(
     torchserve: _TorchServe, folder: Path, capfd: Any
 ) -> None:

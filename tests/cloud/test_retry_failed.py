@@ -227,6 +227,7 @@ def test_a_part_that_never_stops_changing_is_left_as_it_is() -> None:
         _contest(99)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["memory", "folder", "s3"])
 def test_what_is_written_over_is_the_version_that_was_read(place: str, tmp_path: Path, request: Any) -> None:
     async def act() -> None:

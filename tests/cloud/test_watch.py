@@ -285,6 +285,7 @@ def _kafka(broker: str, folder: Path, server: ModelServer) -> tuple[Any, ...]:
     return (*watch, "--part-rows", "3", "--dead-letter", "dead")
 
 
+@pytest.mark.long
 def test_kafka_records_become_parts_in_order_and_failed_ones_are_buried(
     broker: str, tmp_path: Path, server: ModelServer
 ) -> None:

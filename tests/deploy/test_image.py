@@ -185,6 +185,7 @@ def _health(environment: dict[str, str]) -> int:
     return subprocess.run([sys.executable, str(_HEALTHCHECK)], env=environment, timeout=60).returncode
 
 
+@pytest.mark.long
 def test_a_container_is_healthy_when_its_server_is_ready(tmp_path: Path) -> None:
     with _answering(200) as environment:
         assert _health(environment) == 0

@@ -69,6 +69,7 @@ def test_a_patch_applies_alone_and_brings_one_file_of_tests(patch: Path, checkou
     assert len(_tests_of(patch)) == 1
 
 
+@pytest.mark.long
 def test_all_patches_apply_in_order_and_their_tests_pass(checkout: Path) -> None:
     assert len(_PATCHES) == 9
     _apply(checkout, _PATCHES)

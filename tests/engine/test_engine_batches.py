@@ -49,6 +49,7 @@ async def seen(engine: EngineCore, stats: list[EngineStats]) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.long
 def test_long_and_short_sequences_decode_in_one_forward_and_pay_for_their_own_tokens(
     model: PreTrainedModel, watch: Watch
 ) -> None:
@@ -113,6 +114,7 @@ def test_sequences_that_come_and_go_for_ever_hold_no_more_than_they_are_long(mod
     assert 0 < max(each.kv_cache_bytes for each in stats) <= 4 * 36 * TOKEN_BYTES
 
 
+@pytest.mark.long
 def test_a_mixed_load_holds_hardly_more_than_the_keys_of_its_tokens(
     model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
     assert sum(map(bool, prefilled)) <= 3  # many prompts in a forward
 
 
+@pytest.mark.long
 def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(model: PreTrainedModel, watch: Watch) -> None:
     """A prompt token takes 2 ms here, so about 20 of them fit into a target of 50 ms, and all into one of an hour."""
     prompts = [prompt_of(300, seed) for seed in range(2)]
@@ -265,6 +268,7 @@ def _greedy(request: tuple[tuple[int, ...], int]) -> tuple[tuple[int, ...], obje
     return request[0], greedy(request[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=_SLOW)])
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(each, marks=_SLOW) for each in ("gemma2", "lfm2", "gpt_oss", "qwen3_next"))]

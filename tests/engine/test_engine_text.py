@@ -196,6 +196,7 @@ def test_a_lagging_reader_of_several_sequences_gets_all_of_them_in_turn(model: P
     run_with_engine(scenario, model)
 
 
+@pytest.mark.long
 def test_a_text_that_was_held_back_comes_in_events_of_bounded_size(model: PreTrainedModel) -> None:
     """Text that begins like a long stop string is held back until it differs from it."""
     said = "a" * 200

@@ -87,6 +87,7 @@ def test_a_request_whose_time_is_over_when_it_comes_gets_no_token(kind: str, mod
         engine.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_that_waits_too_long_ends_before_its_first_token(kind: str, model: torch.nn.Module) -> None:
     engine = engine_of(batcher_of(kind, model, max_num_seqs=1), QueueLimits(queue_timeout=0.3))

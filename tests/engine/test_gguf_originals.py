@@ -173,7 +173,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "original_context_length is 0",
     ),
     "no experts used": ("mixtral", with_key("llama.expert_used_count", 0), "used_count is 0, but must be from 1 to 4"),
-    "too many experts used": ("qwen3 with experts", with_key("qwen3moe.expert_used_count", 9), "is 9, but must be from 1 to 4, the number of experts"),
+    "too many experts used": (
+        "qwen3 with experts",
+        with_key("qwen3moe.expert_used_count", 9),
+        "is 9, but must be from 1 to 4, the number of experts",
+    ),
     "an end that is no token": (
         "llama",
         with_key("tokenizer.ggml.eos_token_id", 2**30),

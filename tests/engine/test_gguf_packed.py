@@ -122,6 +122,7 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
         summary(tiny_model, kernel_cache)
 
 
+@pytest.mark.long
 def test_kernels_that_compute_something_else_fail_the_load(
     tiny_file: Path, kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_kernels_that_compute_something_else_fail_the_load(
         summary(tiny_file, kernel_cache)
 
 
+@pytest.mark.long
 def test_an_unload_frees_the_weights_of_an_engine_that_the_collector_does_not_walk(
     tiny_file: Path, kernel_cache: Path
 ) -> None:

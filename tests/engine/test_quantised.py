@@ -128,6 +128,7 @@ def test_eight_bits_of_bitsandbytes_give_the_quantised_models_tokens(
     assert "inputs will be cast" not in caplog.text
 
 
+@pytest.mark.long
 def test_eight_bits_without_outliers_are_batched(tiny_model: Path) -> None:
     with built(tiny_model, {"load_in_8bit": True, "llm_int8_threshold": 0.0}) as engine:
         assert "up to 32 sequences" in engine.summary

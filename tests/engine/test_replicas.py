@@ -193,6 +193,7 @@ def test_the_last_ones_death_is_everybodys(three: BuiltEngine, deaths: list[Base
     run(scenario())
 
 
+@pytest.mark.long
 def test_one_that_hangs_is_given_no_work_and_its_end_is_everybodys(
     three: BuiltEngine, deaths: list[BaseException]
 ) -> None:

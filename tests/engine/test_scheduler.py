@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +160,7 @@ def test_whatever_comes_and_goes_every_sequence_gets_its_tokens(
     engine.check_end()
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**40), count=st.integers(2, 30), prompt=st.integers(1, 40), tokens=st.integers(1, 20))
 def test_equal_requests_start_in_the_order_of_arrival(seed: int, count: int, prompt: int, tokens: int) -> None:

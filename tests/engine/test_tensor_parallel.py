@@ -108,6 +108,7 @@ def test_nobody_beyond_this_machine_can_reach_them(ranks: BuiltEngine) -> None:
     assert listening == {"127.0.0.1"}
 
 
+@pytest.mark.long
 def test_streams_that_close_leave_the_others_their_tokens(ranks: BuiltEngine, expected: list[list[int]]) -> None:
     async def scenario() -> list[list[int]]:
         others = [asyncio.create_task(tokens_of(ranks.engine, prompt, greedy(count))) for prompt, count in REQUESTS]
@@ -161,6 +162,7 @@ def test_several_answers_to_a_prompt_part_on_every_rank(ranks: BuiltEngine, expe
     assert [list(events[index].token_ids) for index in range(3)] == [expected[-1]] * 3
 
 
+@pytest.mark.long
 def test_drafts_are_verified_on_every_rank(ranks: BuiltEngine, tiny_model: Path) -> None:
     prompt, params = prompt_of(9), greedy(30, logit_bias={65: 1e3, 66: 1e3}, frequency_penalty=2.0)
     expected = run(tokens_of(ranks.engine, prompt, params))

@@ -91,7 +91,10 @@ def test_a_model_that_ranks_were_started_for_but_is_not_split_says_what_is_missi
     built = build_engine(parse_settings(str(tiny_model), {"threads": 1}, environ={}), resources=ProcessResources())
     if built.give_back():
         built.shutdown()
-    assert "tensor_parallel_size is not set for" in caplog.text and "not split over the 2 ranks that were started" in caplog.text
+    assert (
+        "tensor_parallel_size is not set for" in caplog.text
+        and "not split over the 2 ranks that were started" in caplog.text
+    )
 
 
 class _Engine:

@@ -320,6 +320,7 @@ class _Timed(StepCost):
         super().note(prompt_tokens, rows, seconds, keys)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_engine_that_waits_for_its_turn_on_the_device_lives_and_times_no_wait(
     model: PreTrainedModel, overlap: bool

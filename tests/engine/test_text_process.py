@@ -56,6 +56,7 @@ def test_a_template_without_end_fails_its_own_request_and_the_next_is_rendered(
     assert _chat("{{ messages[0].content }}").encode(_HELLO) == _chat("hello").encode(_HELLO)
 
 
+@pytest.mark.long
 def test_what_a_template_makes_is_measured_before_it_is_tokenized() -> None:
     codec = _chat("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}")
     codec.limit_prompts(100)

@@ -311,6 +311,7 @@ def test_the_queue_stands_before_the_worker_and_is_bounded(start: Start, tmp_pat
     run(fill())
 
 
+@pytest.mark.long
 def test_a_refused_client_is_told_how_long_the_waiting_requests_take(start: Start) -> None:
     built = start({"max_queued_requests": 3}, max_num_seqs=1, step_s=0.1)
 
@@ -445,6 +446,7 @@ def test_a_worker_that_dies_again_and_again_stays_dead(start: Start) -> None:
     run(die())
 
 
+@pytest.mark.long
 def test_a_worker_that_is_never_ready_again_ends_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_batcher, "_RESTART_S", 0.1)
     deaths: list[BaseException] = []
@@ -458,6 +460,7 @@ def test_a_worker_that_is_never_ready_again_ends_the_engine(start: Start, monkey
     run(die())
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_takes(start: Start) -> None:
     built = start({"step_timeout": 0.6}, hang_after=2, start_s=1.0)
 

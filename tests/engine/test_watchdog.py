@@ -187,6 +187,7 @@ def run_and_end(scenario: Coroutine[Any, Any, None], watch: Watch, *engines: Eng
 
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 class TestAStepThatHangs:
+    @pytest.mark.long
     def test_deadlines_are_kept_and_the_rows_are_freed_when_the_thread_is_back(
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
@@ -239,6 +240,7 @@ class TestAStepThatHangs:
 
         run_and_end(scenario(), watch, engine)
 
+    @pytest.mark.long
     def test_it_is_not_ready_then_given_up_with_the_step_named(
         self, kind: str, model: PreTrainedModel, watch: Watch
     ) -> None:
@@ -267,6 +269,7 @@ class TestAStepThatHangs:
         run_and_end(scenario(), watch, engine)
 
 
+@pytest.mark.long
 def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: PreTrainedModel, watch: Watch) -> None:
     """Only the thread knows which text may begin a stop string. The tokens that are billed are those delivered."""
     engine = hung_engine(model, "batched", request_timeout=4.0)
@@ -286,6 +289,7 @@ def test_a_stop_string_that_is_held_back_stays_so_when_the_thread_hangs(model: P
     run_and_end(scenario(), watch, engine)
 
 
+@pytest.mark.long
 def test_the_wait_of_a_prompt_in_pieces_whose_end_comes_while_the_thread_hangs_is_bounded(
     model: PreTrainedModel, watch: Watch
 ) -> None:
@@ -331,6 +335,7 @@ def test_a_stream_that_is_closed_before_the_thread_takes_it_in_has_ended(model: 
     run_and_end(scenario(), watch, engine)
 
 
+@pytest.mark.long
 def test_an_engine_that_waits_for_the_cores_of_one_that_hangs_keeps_its_deadlines(
     model: PreTrainedModel, watch: Watch
 ) -> None:

@@ -207,6 +207,7 @@ def _fuzz_triton(channel: grpc.Channel, examples: int) -> None:
     answers()
 
 
+@pytest.mark.long
 def test_a_hundred_messages_of_tritons(triton: grpc.Channel) -> None:
     _fuzz_triton(triton, _FAST)
 

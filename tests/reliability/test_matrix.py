@@ -121,6 +121,7 @@ def faulty_servers(recite: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield found
 
 
+@pytest.mark.long
 @each_endpoint
 def test_error(faulty_servers: dict[int, Server], endpoint: Endpoint) -> None:
     faulty = faulty_servers[endpoint.requests]

@@ -59,6 +59,7 @@ def _dechunked(body: bytes) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.long
 def test_ten_times_too_much_is_refused_and_the_rest_is_served(slow: Server) -> None:
     before = idle(slow, "busy")
     answers = _overload(slow, 3)

@@ -133,6 +133,7 @@ def test_twenty_thousand_requests_and_two_thousand_that_are_left(server: Server)
         assert max(values) - min(values) <= 2 and abs(slopes[name]) <= 1, (name, values)
 
 
+@pytest.mark.long
 def test_hundreds_of_requests_leave_no_task_and_no_descriptor(plain: Server) -> None:
     client = _Client(plain, 99)
     try:

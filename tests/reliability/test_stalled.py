@@ -47,6 +47,7 @@ def test_others_go_on_beside_a_reader_that_stalls(plain: Server, endpoint: Endpo
     until(plain, "recite", lambda now: now.requests("cancelled") + now.requests("length") > before.requests("length"))
 
 
+@pytest.mark.long
 def test_a_stalled_stream_is_cut(slow: Server) -> None:
     before = idle(slow, "recite")
     with wired(slow) as (far, rest, _), calling(Endpoint.REST_STREAM, far, "recite", **_HEAVY) as stalled:
@@ -80,6 +81,7 @@ def test_a_grpc_stream_that_nobody_takes_is_given_up(recite: Path, tmp_path: Pat
         assert result.code is grpc.StatusCode.DEADLINE_EXCEEDED and "nothing was read for 1 s" in result.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", _STREAMS)
 def test_a_slow_but_steady_reader_is_not_cut(slow: Server, endpoint: Endpoint) -> None:
     """The reader is slower than the stream, but always faster than the timeout."""

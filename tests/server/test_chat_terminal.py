@@ -76,6 +76,7 @@ def test_the_second_answer_knows_the_first_and_the_line_below_tells_its_tokens(s
     assert visible("".join(map(str, forgotten))) != second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["rest", "grpc"])
 def test_ctrl_c_stops_the_answer_and_frees_its_row_and_the_chat_goes_on(slow: Server, transport: str) -> None:
     before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)

@@ -81,6 +81,7 @@ def test_no_two_of_them_draw_the_same_random_numbers(tmp_path: Path) -> None:
     assert len(drawn[0]) == 4 and not set(drawn[0]) & set(drawn[1])
 
 
+@pytest.mark.long
 def test_all_processes_of_a_run_have_one(tmp_path: Path) -> None:
     script = tmp_path / "parent"
     script.write_text("import os; print(os.getppid())")

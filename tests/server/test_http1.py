@@ -235,6 +235,7 @@ def test_a_head_within_the_bound_may_have_many_headers(server: Server, text: str
         assert [_text(body) for _, body in _answers(connection, 1)] == [text]
 
 
+@pytest.mark.long
 def test_clients_that_do_not_end_their_requests_are_disconnected(impatient: Server) -> None:
     whole = raw.post(_INFER, _BODY)
     begins = [b"", raw.head(_INFER)[:20], whole[:-5], whole + raw.head(_INFER)[:20]]
@@ -247,6 +248,7 @@ def test_clients_that_do_not_end_their_requests_are_disconnected(impatient: Serv
     assert answers == [0, 0, 0, 1]
 
 
+@pytest.mark.long
 def test_a_client_that_waits_for_its_answer_is_not_disconnected(impatient: Server) -> None:
     with raw.connected(impatient) as connection:
         for _ in range(2):
@@ -254,6 +256,7 @@ def test_a_client_that_waits_for_its_answer_is_not_disconnected(impatient: Serve
             assert [status for status, _ in _answers(connection, 1)] == [200]
 
 
+@pytest.mark.long
 def test_a_client_that_reads_none_of_its_whole_answers_is_disconnected(slow: Server) -> None:
     """The sockets buffer some megabytes before answers wait in the server."""
     begun = len(slow.log)

@@ -54,6 +54,7 @@ def idle_triton_stream(server: Server) -> Iterator[Any]:
         waiting.put(None)
 
 
+@pytest.mark.long
 def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with (
         draining_server(tiny_model, tmp_path, 1.0, 3.0) as server,

@@ -94,6 +94,7 @@ def reload_under_streams(server: Server, times: int) -> None:
     assert rss(server) < before + 64 * _MIB
 
 
+@pytest.mark.long
 def test_reloads_disturb_no_stream_and_load_nothing(server: Server) -> None:
     reload_under_streams(server, 100)
 
@@ -103,6 +104,7 @@ def test_a_thousand_reloads(server: Server) -> None:
     reload_under_streams(server, 1000)
 
 
+@pytest.mark.long
 def test_other_settings_get_a_second_engine_over_the_same_weights(server: Server) -> None:
     with flights(server) as start, ThreadPoolExecutor() as pool:
         expected = answered(start.rest_stream(_MODEL, **_ANSWER).end())
@@ -117,6 +119,7 @@ def test_other_settings_get_a_second_engine_over_the_same_weights(server: Server
     assert figure(server, "engines") == 2
 
 
+@pytest.mark.long
 def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back(server: Server) -> None:
     with flights(server) as start, ThreadPoolExecutor() as pool:
         short = start.rest_stream(_MODEL, max_tokens=30, ignore_eos=True)
@@ -144,6 +147,7 @@ def test_unload_waits_for_streams_up_to_the_grace_and_load_brings_the_model_back
     assert figure(server, "weight_loads_total") == 1, "the twin held them"
 
 
+@pytest.mark.long
 def test_loads_and_unloads_at_once_leave_no_engine_behind(server: Server) -> None:
     def change(what: str) -> int:
         return plain_http.post(f"{server.url}/v2/repository/models/twin/{what}", timeout=60).status_code

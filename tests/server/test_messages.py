@@ -107,6 +107,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "id": "", "content": content, "usage": usage}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefix", ["", "/openai"])
 def test_a_stream_builds_up_the_message_that_is_answered_whole(served: Server, prefix: str) -> None:
     asked = ask(**_SHORT, system="Be short.", metadata={"user_id": "a"}, service_tier="auto")
@@ -281,6 +282,7 @@ def test_errors_have_anthropics_types(served: Server) -> None:
     assert too_long.status_code == 400 and refusal(too_long)["message"].startswith("prompt is too long")
 
 
+@pytest.mark.long
 def test_an_error_after_the_first_token_is_an_event(slow: Server) -> None:
     *before, last = events(slow, ask(max_tokens=900, ignore_eos=True, timeout=1_500_000))
     assert last["type"] == "error" and last["error"]["type"] == "timeout_error"

@@ -251,6 +251,7 @@ def test_counters_go_on_when_a_model_is_reloaded(server: Server) -> None:
     assert seen[-1][tokens] == seen[0][tokens] + 4
 
 
+@pytest.mark.long
 def test_no_counter_falls_from_one_of_several_scrapes_in_flight_to_the_next(observed: Server) -> None:
     def counters(scrape: Scrape) -> dict[tuple[str, str], float]:
         totals = (each for each in scrape.samples if each.name.endswith(("_total", "_count", "_sum", "_bucket")))

@@ -142,6 +142,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(slow: Server) -> None:
     slow.wait_for("narrow", lambda now: now["running_sequences"] == now["waiting_requests"] == 0)
 
 
+@pytest.mark.long
 def test_time_that_is_over_is_504_before_the_first_token_and_an_error_event_after_it(slow: Server) -> None:
     early = post(slow, CHAT, talk(timeout=1, stream=True))
     assert early.status_code == 504 and refused(early)["type"] == "server_error"

@@ -62,6 +62,7 @@ print(gc.get_freeze_count(), len(gc.get_objects()))
 """
 
 
+@pytest.mark.long
 def test_garbage_collections_skip_what_a_server_has_imported() -> None:
     probe = subprocess.run([sys.executable, "-c", _VISITED], capture_output=True, text=True, timeout=120)
     skipped, visited = map(int, probe.stdout.split())

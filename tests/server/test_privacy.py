@@ -123,6 +123,7 @@ def _grpc(server: Server) -> Iterator[str]:
                     yield f"{call.details()}{call.initial_metadata()}{call.trailing_metadata()}"
 
 
+@pytest.mark.long
 def test_prompts_are_in_no_log_and_no_span_and_headers_in_no_reply(observed: Server, spans: Collector) -> None:
     replies = [*_rest(observed), *_grpc(observed)]
     assert any(_CANARY in reply for reply in replies)  # a refusal tells the client what was wrong

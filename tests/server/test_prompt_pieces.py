@@ -34,6 +34,7 @@ def _paused(stub: Stub, model: str, **parameters: int) -> Iterator[tuple[grpc.Ca
         whole.set()
 
 
+@pytest.mark.long
 def test_a_client_that_sends_no_further_piece_is_told_without_having_to_send(impatient: Server) -> None:
     with grpc.insecure_channel(impatient.grpc_target) as channel, _paused(Stub(channel), "tiny") as (call, _):
         with pytest.raises(grpc.RpcError) as caught:

@@ -48,6 +48,7 @@ def test_a_reader_that_asks_again_is_never_given_up() -> None:
     assert _read(100 * _PATIENCE_S, [0.0] * 300) == (list(range(300)), 0)
 
 
+@pytest.mark.long
 def test_items_that_are_late_are_not_the_readers_fault() -> None:
     assert _read(10 * _PATIENCE_S, [0.0] * 2, every_s=15 * _PATIENCE_S) == ([0, 1], 0)
 

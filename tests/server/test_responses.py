@@ -384,6 +384,7 @@ def test_what_asks_for_nothing_is_taken(served: Server) -> None:
     assert events(served, ask(**_SHORT, **option))
 
 
+@pytest.mark.long
 def test_a_failure_in_a_stream_is_a_failed_response_and_an_error(slow: Server) -> None:
     """SDKs raise at the error event; the text generated before it is in the failed response."""
     messages = events(slow, ask(max_output_tokens=900, ignore_eos=True, timeout=1_500_000))

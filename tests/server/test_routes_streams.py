@@ -169,6 +169,7 @@ def test_an_answer_at_once_that_fails_is_500(failing: Server) -> None:
 # --- readers ---
 
 
+@pytest.mark.long
 def test_a_reader_that_stalls_is_cut_off(slow: Server) -> None:
     before = slow.wait_for("tiny", lambda now: now["running_sequences"] == 0)
     body = v2.rest_body("Hello", top_logprobs=20, return_logprobs=True, **_LONG)  # a kilobyte and more per token

@@ -146,6 +146,7 @@ def test_an_answer_is_openais_object(proxy: str) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
+@pytest.mark.long
 def test_a_stream_is_openais_chunks_and_the_same_text(paced_proxy: str) -> None:
     asked = {"max_tokens": 30, "temperature": 1.0, "seed": 4, "ignore_eos": True}
     _whole(paced_proxy, max_tokens=1)  # from here on the prompt is cached, which the usage counts
@@ -350,6 +351,7 @@ def _is_json(asked: dict[str, Any]) -> bool:
 # --- errors later on ---
 
 
+@pytest.mark.long
 def test_a_failure_behind_the_first_token_is_an_error_event(versioned_proxy: str) -> None:
     """The path has the name without a version; the server's model has a version."""
     streamed = _stream(versioned_proxy, model="a", max_tokens=400, ignore_eos=True)

@@ -139,6 +139,7 @@ def test_a_key_that_mlserver_ignores_ends_the_server_with_its_place(tiny_model: 
     assert f"{place}/stray/model-settings.json, line 1: 'max_num_seqs' belongs in parameters.extra" in log
 
 
+@pytest.mark.long
 def test_a_setting_of_the_server_that_mlserver_ignores_ends_the_server(tiny_model: Path, tmp_path: Path) -> None:
     """This holds if the file names another folder of models, too: MLServer uses the folder with which it is started."""
     settings = {**QUIET, "paralel_workers": 0, "model_repository_root": str(tmp_path)}

@@ -54,6 +54,7 @@ def test_a_compressed_request_is_read(channel: grpc.Channel, compression: grpc.C
 # --- streams ---
 
 
+@pytest.mark.long
 def test_requests_on_one_stream_run_at_the_same_time_and_keep_their_ids(channel: grpc.Channel) -> None:
     requests = [_request(name, f"Hello {name}", max_tokens=20) for name in ("a", "b", "c")]
     found = replies(channel, *requests)

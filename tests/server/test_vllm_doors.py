@@ -58,6 +58,7 @@ def requests_of(folder: Path) -> list[dict[str, Any]]:
     return [each for each in messages if each["t"] == "add"]
 
 
+@pytest.mark.long
 def test_every_spelling_gives_the_same_tokens(doors: Server) -> None:
     text = openai.whole(doors, openai.TEXT, openai.prompt(max_tokens=6))["choices"][0]["text"]
     chunks = openai.stream(doors, openai.TEXT, openai.prompt(max_tokens=6))

@@ -28,6 +28,7 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
 
 
+@pytest.mark.long
 def test_an_unknown_parameter_is_ignored_and_named_in_a_header_and_in_the_log(served: Server) -> None:
     unknown = {"nobody_knows_it": 1, "über\r\nx: y": 2}
     response = post(served, CHAT, talk(**_SHORT, **unknown))

@@ -79,6 +79,7 @@ def test_a_server_without_torch_answers_chats_tools_schemas_and_grpc(torchless: 
     _answers_everywhere(doors)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_server_without_torch_is_small(doors: Server) -> None:
     _answers_everywhere(doors)

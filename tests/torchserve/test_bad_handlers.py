@@ -288,6 +288,7 @@ def test_the_time_before_a_worker_is_started_again_grows_only_where_it_answers_n
     run(scenario())
 
 
+@pytest.mark.long
 def test_a_handler_that_never_returns_is_ended_after_its_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _WRONG, {"responseTimeout": 2})) as pool:
@@ -480,6 +481,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 def test_a_worker_whose_end_is_noticed_late_does_not_stop_the_one_after_it(tmp_path: Path) -> None:
     """The second worker refuses, and one of its processes keeps its connection while the third worker loads."""
 

@@ -162,6 +162,7 @@ def test_async_requests_run_beside_each_other_each_with_its_own_context(tmp_path
     run(scenario())
 
 
+@pytest.mark.long
 def test_an_async_task_is_cancelled_when_its_client_leaves_or_it_gives_no_sign(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(_async_handler(tmp_path, response_timeout=3)) as pool:

@@ -194,6 +194,7 @@ def _posted(served: Served, data: bytes) -> bytes:
 # --- answers ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", [b"bytes", b"json", b"tensor", b"pieces", b"teapot"])
 def test_bytes_are_those_of_the_rest_path(served: Served, stub: Stub, data: bytes) -> None:
     expected = _posted(served, data)
@@ -505,6 +506,7 @@ def test_a_client_that_leaves_frees_its_worker(served: Served, stub: Stub, leave
     assert not [line for line in own if "Traceback" in line or "never retrieved" in line]
 
 
+@pytest.mark.long
 def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(served: Served) -> None:
     options = [*_ALL_SIZES, ("grpc.http2.lookahead_bytes", 65536)]
     with grpc.insecure_channel(served.targets["own"], options=options) as channel:

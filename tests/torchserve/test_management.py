@@ -328,6 +328,7 @@ def test_of_registrations_of_one_model_at_the_same_time_one_is_done(api: Managem
     api.done("DELETE", "/models/raced")
 
 
+@pytest.mark.long
 def test_requests_in_flight_are_finished_where_their_model_is_unregistered(api: Management) -> None:
     api.done("POST", "/models?url=leaves1.0.mar&initial_workers=1")
     with ThreadPoolExecutor(2) as threads:

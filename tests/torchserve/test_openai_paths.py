@@ -40,6 +40,7 @@ def _completion(**more: Any) -> dict[str, Any]:
     return {"model": "meta-llama/Llama-3.1-8B", "prompt": "Hello", "max_tokens": 5, "temperature": 0, **more}
 
 
+@pytest.mark.long
 @_BOTH
 @_VERSIONED
 @pytest.mark.parametrize(("endpoint", "body"), [("chat/completions", _chat()), ("completions", _completion())])

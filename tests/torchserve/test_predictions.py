@@ -336,6 +336,7 @@ def test_a_client_that_leaves_frees_its_worker(server: Server, streamed: bool) -
     assert _post(server, content=b"").status_code == 200
 
 
+@pytest.mark.long
 def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(server: Server) -> None:
     with socket.create_connection((HOST, server.http_port), timeout=_TIMEOUT_S) as connection:
         connection.sendall(b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nflood")
@@ -414,6 +415,7 @@ def handle(data, context):
 """
 
 
+@pytest.mark.long
 def test_ping_says_which_part_of_the_models_is_healthy(tmp_path: Path) -> None:
     models = []
     for name in ("one", "two"):

@@ -156,6 +156,7 @@ async def _leave(pool: WorkerPool, text: str, after: int) -> None:
     job.close()
 
 
+@pytest.mark.long
 def test_ranks_that_send_alike_stop_at_the_same_send_when_their_client_leaves(tmp_path: Path) -> None:
     """They stop only after they have been seen to send alike, so that the very first call runs to its end."""
     config = {"parallelType": "tp", "parallelLevel": 2}

@@ -95,6 +95,7 @@ def _check_answers(answered: list[list[str]], folder: Path) -> None:
     assert Counter((folder / "calls").read_text().splitlines()) == Counter(text for each in asked for text in each)
 
 
+@pytest.mark.long
 def test_one_to_three_workers_and_back_under_sixteen_clients_loses_no_request_and_answers_none_twice(
     tmp_path: Path,
 ) -> None:
@@ -166,6 +167,7 @@ def test_requests_that_wait_for_their_batch_start_no_worker(tmp_path: Path) -> N
     run(scenario())
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_be_started_for_load_leaves_the_others_serving(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,6 +319,7 @@ def test_an_order_that_cannot_be_met_says_why_and_leaves_the_workers_as_they_wer
     run(scenario())
 
 
+@pytest.mark.long
 def test_a_worker_that_was_ready_finishes_its_request_where_another_of_its_order_fails(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _HANDLER)) as pool:
@@ -336,6 +339,7 @@ def test_a_worker_that_was_ready_finishes_its_request_where_another_of_its_order
     run(scenario())
 
 
+@pytest.mark.long
 def test_fewer_workers_while_they_start_leaves_those_that_stay(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _HANDLER)) as pool:

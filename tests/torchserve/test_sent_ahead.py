@@ -138,6 +138,7 @@ def test_a_batch_is_sent_ahead_once_it_is_full(tmp_path: Path, notes: Path, dela
     run(scenario())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("text", "error"), [("die", HandlerFailed), ("hang", TimedOut)])
 def test_a_worker_that_ends_fails_what_it_has_begun_and_the_rest_is_run_once(
     tmp_path: Path, notes: Path, text: str, error: type[Exception]
@@ -158,6 +159,7 @@ def test_a_worker_that_ends_fails_what_it_has_begun_and_the_rest_is_run_once(
     run(scenario())
 
 
+@pytest.mark.long
 def test_the_time_limit_of_a_batch_begins_with_it(tmp_path: Path, notes: Path) -> None:
     """The later ones wait behind the first for longer than the limit, and still have all of their own time."""
 

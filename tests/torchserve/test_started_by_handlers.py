@@ -67,6 +67,7 @@ def test_processes_in_sessions_of_their_own_end_when_the_model_is_unloaded(tmp_p
     _gone(run(scenario()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["crash", "hang"])
 def test_they_end_before_a_worker_that_has_crashed_or_hangs_is_started_again(tmp_path: Path, what: str) -> None:
     async def scenario() -> None:
