@@ -118,7 +118,7 @@ test: $(INSTALLED) $(TORCHAO)/.installed ## the fast tests, in some minutes on t
 	$(BIN)/python -m pytest -m 'not slow and not long' -q -n $(TEST_WORKERS) --ignore $(TORCHAO_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
-test-long: $(INSTALLED) ## the tests that compute for half a second or more each, which CI runs after the fast ones
+test-long: $(INSTALLED) ## the tests that take half a second or more of computing, or long waits, which CI runs after the fast ones
 	$(BIN)/python -m pytest -m 'long and not slow' -q -n $(TEST_WORKERS)
 
 test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
