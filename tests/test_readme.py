@@ -93,6 +93,7 @@ def test_a_command_does_what_the_page_shows(block: Block, readme_server: Server,
     _check(block, _run(["bash", "-euo", "pipefail", "-c", _on(readme_server, block.code)], tmp_path))
 
 
+@pytest.mark.long
 @_in("python")
 def test_a_script_does_what_the_page_shows(block: Block, readme_server: Server, tmp_path: Path) -> None:
     environment = _environment(block)

@@ -54,6 +54,7 @@ def test_archives_that_have_everything_pass(tmp_path: Path) -> None:
     check_contents(find_archives(tmp_path, _VERSION))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*(f"{PACKAGE}/{name}" for name in _OF_PACKAGE), _KERNELS, *_BESIDE_PACKAGE])
 def test_a_missing_file_is_found(tmp_path: Path, name: str) -> None:
     _make(tmp_path, without=name)

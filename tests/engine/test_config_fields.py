@@ -92,6 +92,7 @@ def stays_sound(family: str, change: dict[str, Any], folder: Path) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_leaves_the_logits_equal_or_the_model_alone(field: str, folder: Path) -> None:
     """Changes the field in a model of the first family whose config has it and that transformers can run."""

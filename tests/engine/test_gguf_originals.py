@@ -223,6 +223,7 @@ HARMLESS: dict[str, Change] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", HARMLESS)
 def test_what_changes_no_result_is_accepted(case: str, tmp_path: Path) -> None:
     original = make_original("llama")

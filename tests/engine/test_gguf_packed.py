@@ -68,6 +68,7 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=kinds, hidden=256)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path: Path, folder: Path) -> None:
     """The file stores the rows of queries and keys in another order; the test also shows that they are put back."""

@@ -280,6 +280,7 @@ def attention_shapes(model: PreTrainedModel) -> list[AttentionShape]:
     return [shape for shape, _ in attention_kinds(model, GatheredAttention())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_give_the_tokens_of_generate(family: str, folder: Path) -> None:
     model = tiny_model(family, **FAMILIES[family])

@@ -54,6 +54,7 @@ LAYOUTS = {name: partial(known_model, name) for name in KNOWN} | {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logits_are_those_of_the_rounded_weights(name: str, folder: Path) -> None:
     """Measured against the rounded weights in float32, the error is at most 8 times transformers' in bfloat16."""

@@ -73,6 +73,7 @@ def test_in_mixed_steps_each_sequence_gets_the_bits_that_it_gets_alone(
             close(last["long"], expected_of(model, long)[-1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("window", [None, 6, 16, 33, 300])
 def test_pages_of_any_size_and_prompts_cut_anyhow_give_the_same_bits(

@@ -48,6 +48,7 @@ def check_as_the_page_says(family: str, *page_sizes: int) -> None:
         check(model, Way(way), page_size, answers, prompts == "in chunks")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_at_load_finds_that_way(family: str) -> None:
     model = tiny_model(family)

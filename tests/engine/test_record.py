@@ -112,6 +112,7 @@ def become_a_link(path: Path) -> None:
     os.symlink(path.rename(path.with_suffix(".moved")), path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [

@@ -453,7 +453,7 @@ def test_what_can_never_run_is_refused_with_a_reason() -> None:
     scheduler = engine_of(pages=24).scheduler
     assert scheduler.refusal(1, 10, 96) is None
     assert "1 sequences of 97 tokens can never run" in (scheduler.refusal(1, 10, 97) or "")
-    assert "9 x 4 tokens" in (scheduler.refusal(9, 1, 4) or "")
+    assert "9 sequences of 4 tokens can never run" in (scheduler.refusal(9, 1, 4) or "")
     assert scheduler.refusal(8, 64, 66) is None  # they share their prompt
     assert scheduler.refusal(8, 1, 16) is not None
 

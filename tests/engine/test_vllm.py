@@ -477,6 +477,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
     run(hang())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -896,7 +897,7 @@ def test_a_load_that_is_cancelled_ends_its_worker(start: Start, tmp_path: Path) 
         ("", (3, 11), "vllm is not installed for"),
         ("0.29.1", (3, 11), r"vLLM 0\.29\.1 is not a version .* supports: 0\.30, 0\.31, 0\.32"),
         ("0.33.0", (3, 11), r"vLLM 0\.33\.0 is not"),
-        ("0.32.0", (3, 9), r"Python 3\.9 is not supported; .* must be 3\.10 to 3\.13"),
+        ("0.32.0", (3, 9), r"Python 3\.9 is not supported; .* must be Python 3\.10 to 3\.13"),
         ("0.32.0", (3, 14), r"Python 3\.14 is not"),
     ],
 )

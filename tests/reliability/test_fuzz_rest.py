@@ -89,6 +89,7 @@ def _answers(post: Callable[..., httpx.Response], body: bytes, path: str, packed
     return response.status_code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", bodies)
 def test_hundreds_of_bodies(plain: Server, kind: str) -> None:
     fuzz(plain, kind, _FAST)

@@ -57,6 +57,7 @@ def _is_forgotten(server: Server, before: Counts) -> None:
     until(server, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", PLAIN_ENDPOINTS)
 @pytest.mark.parametrize("token", _TOKENS)
 def test_a_killed_client_holds_nothing(slow: Server, endpoint: Endpoint, token: int) -> None:

@@ -80,6 +80,7 @@ def _answered(server: Server) -> list[dict[str, float]]:
 # --- timeout ---
 
 
+@pytest.mark.long
 @each_endpoint
 def test_timeout(slow: Server, endpoint: Endpoint) -> None:
     before = counts(slow, "recite")

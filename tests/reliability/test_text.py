@@ -41,6 +41,7 @@ def test_an_answer_may_end_inside_any_character(plain: Server, endpoint: Endpoin
         assert result.replies[-1].outputs["num_output_tokens"] == [tokens]
 
 
+@pytest.mark.long
 @_each(*PLAIN_ENDPOINTS)
 def test_an_answer_may_begin_after_any_character(plain: Server, endpoint: Endpoint) -> None:
     for character in TEXT:
@@ -48,6 +49,7 @@ def test_an_answer_may_begin_after_any_character(plain: Server, endpoint: Endpoi
         assert result.text == recital(LOOP, after=character)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", _LENGTHS)
 @_each(Endpoint.REST_STREAM, Endpoint.GRPC_STREAM)
 def test_a_stop_string_anywhere_ends_the_answer_before_it(plain: Server, endpoint: Endpoint, length: int) -> None:

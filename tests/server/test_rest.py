@@ -140,6 +140,7 @@ _SPELLINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spelling", _SPELLINGS)
 def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
     """Proxies read lines of 64 KiB at most; with all options, a token takes two kilobytes or more."""

@@ -26,6 +26,7 @@ from tests.torchserve.workshop import ask, outcome, request, run, running, until
 _CLASS = "class {}:\n    def initialize(self, context): ...\n    def handle(self, data, context): return [1]\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "said"),
     [

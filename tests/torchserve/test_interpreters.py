@@ -125,6 +125,7 @@ def test_a_bare_interpreter_runs_a_handler_and_sees_no_package_of_the_servers(
     assert found["yaml"] == "2024-05-06" and found["mapped"] == [{"cat": 0.5}]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("minor", [8, 9, 10, 11, 12, 13])
 def test_each_python_from_the_oldest_on_runs_a_handler(tmp_path: Path, minor: int) -> None:
     python = shutil.which(f"python3.{minor}")
