@@ -192,7 +192,8 @@ def object_request(arguments: argparse.Namespace) -> ObjectRequest:
     headers = {}
     for name, value in arguments.parameters.items():
         if not isinstance(value, str | int | float) or not _HEADER.fullmatch(name) or not _TEXT.fullmatch(str(value)):
-            raise RunRefused(f"--parameters: {name}: must be a valid header name with a text or a number")
+            rule = "the name must be a valid HTTP header name, and the value a number or printable ASCII text"
+            raise RunRefused(f"--parameters: {name}: {rule}")
         if _SET_HERE.fullmatch(name.lower()):
             raise RunRefused(f"--parameters: {name}: cannot be set, because the command sets it for each request")
         headers[name.lower()] = value if isinstance(value, str) else json.dumps(value)
@@ -255,7 +256,7 @@ def _check_taker(arguments: argparse.Namespace) -> None:
             raise RunRefused("--tensor: is for V2 servers; --api torchserve posts the bytes themselves")
     else:
         if arguments.url is None or arguments.api != "v2":
-            raise RunRefused("--tensor: is for a V2 server; give its --url")
+            raise RunRefused("--tensor: needs the --url of a V2 server, and --api v2")
         if arguments.rows == "piece":
             raise RunRefused("--rows: a V2 server is asked for whole answers, which have no pieces")
 

@@ -70,7 +70,10 @@ def test_the_expression_matches_what_the_grammar_does(definition: str, matching:
         ('start: ("a"', "cannot be read"),
         ('start: "a" &', "cannot be read at '&'"),
         ('start: "\\q"', "which cannot be read"),
-        ("start: a a\n" + "".join(f"{x}: {y} {y} {y}\n" for x, y in pairwise("abcdefghij")) + 'j: "x"', "more than 65536 characters"),
+        (
+            "start: a a\n" + "".join(f"{x}: {y} {y} {y}\n" for x, y in pairwise("abcdefghij")) + 'j: "x"',
+            "more than 65536 characters",
+        ),
         ("start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(200)) + 'a200: "x"', "rules within each other"),
         ('start: "a" )(', "not balanced"),
         ("start: " + "(" * 9_000 + '"a"' + ")" * 9_000, "cannot be read"),

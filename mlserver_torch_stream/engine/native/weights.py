@@ -258,7 +258,9 @@ class DenseMatrix:
         inputs = dense[0].shape[1]
         bytes_of_row = inputs * dense[0].itemsize
         if bytes_of_row % 4:
-            raise UnsupportedLayout(f"the model has a projection with {inputs} inputs")
+            raise UnsupportedLayout(
+                f"the model has a projection with {inputs} inputs, whose rows are not a multiple of 4 bytes"
+            )
         if any(part.shape[1] != inputs for part in dense):
             raise UnsupportedLayout(_OTHER_INPUTS)
         packer.pack([(part, 0) for part in dense], self.order, bytes_of_row // 4, self.number, to)
@@ -278,7 +280,8 @@ def _shape(decoder: Decoder) -> c.KernelShape:
     if "query" in layer.norms:
         kind = c.WHOLE if decoder.whole_qk_norm else c.PER_HEAD
     if decoder.numbers.head_dim > 512 or decoder.numbers.head_dim * decoder.dtype.itemsize % 4:
-        raise UnsupportedLayout(f"the model has heads of {decoder.numbers.head_dim} dimensions")
+        limits = "the kernels support at most 512, and only multiples of 4 bytes"
+        raise UnsupportedLayout(f"the model has heads of {decoder.numbers.head_dim} dimensions; {limits}")
     return c.KernelShape(
         hidden=decoder.embedding.shape[1],
         inner=layer.down.weights[0].shape[1],

@@ -158,7 +158,8 @@ class WorkerPool:
             raise NotServing(refusal)
         now = time.monotonic()
         if request.sequence_open and not self._queue.is_open(request.sequence_id, now):
-            raise WorkerLost("sequence_id: the sequence is not open: its worker died, or sequenceMaxIdleMSec is over")
+            reason = "its worker died, or it was idle for longer than sequenceMaxIdleMSec"
+            raise WorkerLost(f"sequence_id: the sequence is not open: {reason}")
         if not self.scaling.most and not self._queue.is_open(request.sequence_id, now):
             raise NotServing(NO_WORKER)
         if self.config.useJobTicket and not any(map(self._dispatcher.has_room, self.supervisor.ready)):
