@@ -203,6 +203,7 @@ def test_an_object_that_cannot_be_had_is_one_error_row_in_its_place(
     assert [row["error"] and row["error"]["code"] for row in found] == [None, code, None, None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [503, 500, 429, "reset", "cut", "stall"])
 def test_faults_of_a_store_that_pass_leave_no_trace_but_a_count(
     kind: int | str, server: ModelServer, capsys: Any

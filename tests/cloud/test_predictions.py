@@ -165,6 +165,7 @@ def _run(server: _TorchServe, folder: Path, *options: Any) -> tuple[Any, ...]:
 _OURS = "ServiceUnavailableException"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "failures",
     [

@@ -101,6 +101,7 @@ def test_an_answer_ends_in_the_middle_of_its_drafts(model: PreTrainedModel) -> N
         assert length.text == "one two" and length.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"])
 def test_windows_and_rows_take_drafts_beside_other_sequences(family: str) -> None:
     model = tiny_model(family)

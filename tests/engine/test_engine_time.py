@@ -59,6 +59,7 @@ def engine_of(batcher: Batcher, queue_limits: QueueLimits | None = None, **optio
     return EngineCore(batcher, codec, info, (), queue_limits=queue_limits, context=context, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["batched", "serial"])
 def test_a_request_whose_time_is_over_ends_with_what_it_has(kind: str, model: torch.nn.Module) -> None:
     engine = engine_of(batcher_of(kind, model))

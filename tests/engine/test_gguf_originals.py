@@ -80,6 +80,7 @@ def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path
         load_packed(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3", "phi3, long"])
 def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, folder: Path) -> None:
     original = make_original(name)

@@ -83,6 +83,7 @@ def test_in_float32_sequences_that_join_and_leave_get_the_tokens_of_generate(nam
         assert answers(model, NativeForward(model, KernelOptions(2, folder)), REQUESTS, CHUNK) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KNOWN)
 def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str, folder: Path) -> None:
     model = known_model(name).to(torch.bfloat16)

@@ -50,6 +50,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> ModelSize:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4_text", "qwen3", "phi3", "lfm2", "mamba2"])
 def test_the_config_alone_says_what_the_loaded_model_is(family: str, tmp_path: Path) -> None:
     model = make(family)

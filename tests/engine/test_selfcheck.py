@@ -93,6 +93,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", WAYS)
 def test_the_first_way_that_gives_the_logits_is_taken_in_half_precision(family: str) -> None:
     """tests/engine/test_pages_families.py does the same in float32."""

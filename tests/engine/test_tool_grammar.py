@@ -102,6 +102,7 @@ _kinds = pytest.mark.parametrize("kind", _TEMPLATES)
 _tokens = pytest.mark.parametrize("special", [True, False, None], ids=["special", "plain", "text"])
 
 
+@pytest.mark.long
 @_kinds
 @_tokens
 def test_a_forced_answer_is_one_that_the_parser_reads(kind: str, special: bool | None) -> None:

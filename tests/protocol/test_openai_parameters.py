@@ -93,6 +93,7 @@ def _refusal(body: Mapping[str, Any], model: type[Body]) -> InvalidInput | None:
     return None
 
 
+@pytest.mark.long
 @_endpoints
 @examples(400)
 @given(data=st.data())

@@ -56,6 +56,7 @@ def test_ok(plain: Server, endpoint: Endpoint) -> None:
 # --- cancel ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_cancel(slow: Server, endpoint: Endpoint) -> None:
     """MLServer's own counters count it neither as a success nor as a failure."""

@@ -59,6 +59,7 @@ def test_of_several_models_one_is_typed(server: Server) -> None:
         assert shown.wait_for_end() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["rest", "grpc"])
 def test_the_second_answer_knows_the_first_and_the_line_below_tells_its_tokens(server: Server, transport: str) -> None:
     with _chat(*_transport(server, transport), "--max-tokens", "12") as shown:

@@ -182,6 +182,7 @@ def _leave_by_cancelling(check: Callable[[], None], **transport: Any) -> None:
     asyncio.run(leave())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["rest", "grpc"])
 @pytest.mark.parametrize("leave", [_leave_blocking, _leave_in_asyncio, _leave_by_cancelling])
 def test_leaving_the_iterator_frees_the_row_while_the_client_stays(slow: Server, leave: Leave, transport: str) -> None:

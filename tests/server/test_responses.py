@@ -197,6 +197,7 @@ line: ("+" | "-") /[ab"]{2}/ LF -> one
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("format", "expression"),
     [

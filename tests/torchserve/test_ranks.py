@@ -60,6 +60,7 @@ def test_gloo_ranks_compute_together_and_one_speaks(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "reached"), [("pp", "0"), ("tp", "012"), ("pptp", "012"), ("custom", "012")])
 def test_which_ranks_get_a_request_and_what_the_ranks_know(tmp_path: Path, kind: str, reached: str) -> None:
     config = {"parallelType": kind, "torchrun": {"nproc-per-node": 3, "OMP_NUMBER_THREADS": 2}}

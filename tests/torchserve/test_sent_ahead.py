@@ -97,6 +97,7 @@ def test_requests_that_were_sent_ahead_count_for_the_queues_bound(tmp_path: Path
     run(scenario())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{}, {"useJobTicket": True}, {"minWorkers": 2, "maxWorkers": 2}])
 def test_a_worker_gets_one_batch_at_a_time_where_it_is_slow_or_another_could_take_the_next(
     tmp_path: Path, notes: Path, how: dict[str, int]

@@ -111,6 +111,7 @@ def test_they_end_with_a_server_that_is_killed(tmp_path: Path, then: str) -> Non
     _gone(started)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_worker_ends_with_its_supervisor_and_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
     """A supervisor killed by SIGKILL cannot end anything; the kernel then ends only the worker."""
