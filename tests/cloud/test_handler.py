@@ -123,7 +123,7 @@ def test_whole_objects_are_bounded_and_the_bound_is_an_option(folder: Path, capf
     run = ("run", "--input", folder / "in", "--handler", write(folder / "h"), *_SHIM)
     assert cloud(*run, "--whole-bytes", "4KiB") == 1
     found = rows(capfd.readouterr().out)
-    assert found[0]["error"]["code"] == "too_large" and "over the 4.0 KiB" in found[0]["error"]["message"]
+    assert found[0]["error"]["code"] == "too_large" and "larger than 4.0 KiB" in found[0]["error"]["message"]
     assert all(trouble(row) is None for row in found[1:])
     assert cloud(*run, "--chunk-bytes", "4KiB", "--dry-run") == 0
     told = capfd.readouterr().out

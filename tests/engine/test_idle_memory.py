@@ -39,7 +39,6 @@ _UNUSED = {"bitsandbytes", "gguf", "httpx", "obstore", "ray", "scipy", "torchao"
 # What transformers imports with the code of any model.
 _MODEL_CODE = {"accelerate", "sympy", "torch._dynamo", "torch._inductor.compile_fx", "transformers.masking_utils"}
 _MODEL_CODE |= {"transformers.modeling_utils", "transformers.models.llama.modeling_llama"}
-_MODEL_CODE |= {"transformers.models.auto.modeling_auto"}  # takes a second: it writes docstrings of all families
 
 
 @pytest.mark.long
