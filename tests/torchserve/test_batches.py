@@ -399,7 +399,8 @@ def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(write_handler(tmp_path, source, config)) as pool:
             jobs = {name: [pool.submit(ask(name, number, number == 3)) for number in (1, 2, 3)] for name in ("a", "b")}
-            for answers in [[(await texts(job))[0].split() for job in each] for each in jobs.values()]:
+            for each in jobs.values():
+                answers = [(await texts(job))[0].split() for job in each]
                 assert [answer[0] for answer in answers] == ["1", "3", "6"]
                 assert answers[0][1] == answers[1][1] and answers[2][1] == "over"
 
