@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
@@ -404,13 +404,14 @@ class _Entered(AbstractAsyncContextManager[ServedModel]):
         self._contexts = measured(data_plane, name, version), model.inflight.track(), _as_model(model.settings)
 
     async def __aenter__(self) -> ServedModel:
-        for context in self._contexts:
-            context.__enter__()
+        with ExitStack() as entered:
+            for context in self._contexts:
+                entered.enter_context(context)
+            self._entered = entered.pop_all()
         return self._model
 
     async def __aexit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Holds the cosines and sines of all positions, in float32; they are equal to those of the model's own rotary module.
+"""Tables of the cosines and sines of all positions, in float32, with the values of the model's own rotary module.
 
 The angles must depend only on the position.
 """

@@ -124,7 +124,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderNumbers:
-    """Numbers that are the same in all layers; their names are those of the kernels' ``KernelShape``."""
+    """The numbers that all layers of a decoder share, with the field names of the kernels' ``KernelShape``."""
 
     heads: int
     kv_heads: int

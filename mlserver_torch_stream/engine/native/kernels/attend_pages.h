@@ -112,7 +112,8 @@ template <class S, class Q, class T> class AttendPages {
         queries_.resize(rows_ * words_);
     }
 
-    // Rows are [query heads of the group][queries]. A sink counts as a score before those of all keys.
+    // Rows are [query heads of the group][queries]. A head's sink is the first score of the row, before the scores of the
+    // keys.
     __attribute__((noinline)) void begin_row(int64_t row, int64_t head, int64_t token) {
         positions_[row] = task_.position + token;
         most_[row] = -1e30f, total_[row] = 0.0f;

@@ -246,8 +246,8 @@ template <class T> class Decoder final : public AnyDecoder {
 
     Sight sight(int64_t layer) const { return {step_.pages[layer].window, 0}; }
 
-    // The cached keys and values, for a sequence and a key head, that the tokens `position` to `position + count - 1`
-    // attend to: from the oldest in the first token's window to those of the last token itself.
+    // The cached keys and values, of a sequence and a key head, to which the tokens `position` to `position + count - 1`
+    // attend: from the oldest key in the window of the first token to the key of the last token.
     Live<T> seen(int64_t layer, int64_t sequence, int64_t kv_head, int64_t position, int64_t count) const {
         const Pages& pages = step_.pages[layer];
         const int64_t head = step_.page_size * shape_.head_dim;

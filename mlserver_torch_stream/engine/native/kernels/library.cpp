@@ -55,7 +55,7 @@ int native_step(void* decoder, const native::Step* step) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->run(*step); });
 }
 
-// Draws on the decoder's threads. The logits need not be those of the decoder's last step.
+// Draws tokens from the logits of `call`, on the decoder's threads. Any logits will do, not only the decoder's own.
 int native_draw(void* decoder, const native::DrawCall* call) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->draw(*call); });
 }

@@ -1,5 +1,5 @@
-// Converts rows of GGUF's blocks to the panels of groups that ``grouped.h`` describes, and dense rows to those of
-// ``gemm.h``, without a copy in between.
+// Converts rows of GGUF's blocks to the panels of groups that ``grouped.h`` describes, and rows of dense weights to the
+// panels of words that ``gemm.h`` describes, without a copy in between.
 // Knows nothing of files; ``packed_rows.py`` reads the same blocks with torch, as the reference.
 #pragma once
 #include <algorithm>
