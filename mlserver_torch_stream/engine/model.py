@@ -51,6 +51,7 @@ from mlserver_torch_stream.engine.machine import launched, trim_heap
 from mlserver_torch_stream.engine.native.decoder_plan import plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.panels_file import PanelsFile
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
@@ -142,10 +143,11 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The key under which a load is recorded, and the ``files`` that contain the weights."""
+    """The key under which a load is recorded, the ``files`` that contain the weights, and the file for their panels."""
 
     key: RecordKey
     files: Sequence[Path]
+    panels: PanelsFile | None
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
@@ -159,7 +161,12 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
     try:
         folder = weights_folder(load.resolved, files.location)
         weights = [folder / WEIGHTS] if files.packed else weight_files(folder)
-        return _Recording(record_key(load.resolved, folder, weights, load.kernels), weights) if weights else None
+        if not weights:
+            return None
+        key = record_key(load.resolved, folder, weights, load.kernels)
+        # The folder's name ends with a digest of the file's content.
+        kept = PanelsFile(load.resolved.cache_dir / "panels", folder.name.rpartition("-")[2]) if files.packed else None
+        return _Recording(key, weights, kept)
     except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports the error
         logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
         return None
@@ -167,12 +174,13 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
 
 def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
     """Builds a forward from an earlier load's record, without transformers' model; None if there is no record."""
-    name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
+    name = load.resolved.source.name
     try:
+        proved = read_record(recording.key, load.resolved.cache_dir)
         if isinstance(proved, ProvedLoad):
             decoder = recorded_decoder(proved, recording.files)
             rounding = ROUNDED.get(load.resolved.settings.weights)
-            forward = NativeForward(decoder, load.kernels, rounding, compares=False)
+            forward = NativeForward(decoder, load.kernels, rounding, compares=False, file=recording.panels)
             logger.info("%s was checked by an earlier start: its logits are not compared again", name)
             return _on_kernels(forward, proved, load)
         anew = proved
@@ -247,7 +255,8 @@ def _record_of(
 def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
     try:
         name, longest = load.resolved.source.name, load.resolved.settings.max_model_len
-        forward, proved = check_packed(Path(files.location), name, load.kernels, longest)
+        file = None if recording is None else recording.panels
+        forward, proved = check_packed(Path(files.location), name, load.kernels, longest, file)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if recording is not None:
