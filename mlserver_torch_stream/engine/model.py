@@ -25,6 +25,7 @@ from mlserver_torch_stream.engine.checks.record import (
     ProvedLoad,
     RecordKey,
     check_files_hold,
+    mapped_tensors,
     outline_of,
     read_record,
     record_key,
@@ -36,7 +37,7 @@ from mlserver_torch_stream.engine.devices import check_devices, device_types, in
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
-from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
+from mlserver_torch_stream.engine.loading.gguf_packed import LINK, WEIGHTS, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
 from mlserver_torch_stream.engine.loading.locate import no_packed_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
@@ -160,7 +161,7 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         return None
     try:
         folder = weights_folder(load.resolved, files.location)
-        weights = [folder / WEIGHTS] if files.packed else weight_files(folder)
+        weights = [folder / WEIGHTS, folder / LINK] if files.packed else weight_files(folder)
         if not weights:
             return None
         key = record_key(load.resolved, folder, weights, load.kernels)
@@ -178,7 +179,9 @@ def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel |
     try:
         proved = read_record(recording.key, load.resolved.cache_dir)
         if isinstance(proved, ProvedLoad):
-            decoder = recorded_decoder(proved, recording.files)
+            kept = recording.panels is not None
+            tensors = read_tensors(recording.files[0].parent)[0] if kept else mapped_tensors(recording.files)
+            decoder = recorded_decoder(proved, tensors)
             rounding = ROUNDED.get(load.resolved.settings.weights)
             forward = NativeForward(decoder, load.kernels, rounding, compares=False, file=recording.panels)
             logger.info("%s was checked by an earlier start: its logits are not compared again", name)

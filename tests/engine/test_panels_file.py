@@ -1,4 +1,4 @@
-"""Panels of packed weights are mapped by later loads; a file that cannot be trusted is made anew and changes no token."""
+"""Later loads map the panels of packed weights; panels that cannot be trusted are made anew and change no token."""
 
 from __future__ import annotations
 

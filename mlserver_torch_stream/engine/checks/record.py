@@ -162,13 +162,12 @@ def outline_of(model: Any) -> ModelOutline:
     return outline
 
 
-def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
-    """Builds the decoder from memory-mapped files, so a weight is in memory only after its first use.
+def recorded_decoder(proved: ProvedLoad, tensor: Mapping[str, Tensor]) -> Decoder:
+    """Builds the decoder from tensors of memory-mapped files, so a weight is in memory only after its first use.
 
     Raises NotRecordable if the record and the files do not match.
     """
     try:
-        tensor = mapped_tensors(files)
         decoder = build_decoder(
             proved.plan.structure, proved.plan.own, lambda name: _vector_as(tensor[name], proved.dtype)
         )

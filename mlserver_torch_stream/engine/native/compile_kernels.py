@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,6 +82,7 @@ def _compiler() -> str:
     raise NoKernels("no C++ compiler")
 
 
+@cache
 def _version(compiler: str) -> str:
     return hashlib.sha256(f"{compiler} {_run([compiler, '--version'], _SECONDS)}".encode()).hexdigest()[:8]
 

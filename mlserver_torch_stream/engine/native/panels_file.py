@@ -9,21 +9,19 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import mmap
 import os
 import tempfile
 import time
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mlserver_torch_stream.engine.kept_files import keep, kept_files, remove_abandoned
 from mlserver_torch_stream.engine.machine import PANELS_SUFFIX
+from mlserver_torch_stream.engine.mapped_file import map_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class PanelsFile:
         mapped: dict[Path, Tensor] = {}
 
         def digest(path: Path) -> str:
-            mapped[path] = _map(path)
+            mapped[path] = map_file(path)
             return _digest(mapped[path], kernels, threads)
 
         for path in kept_files(self.folder, f"{self._stem}-*{PANELS_SUFFIX}", digest):
@@ -68,11 +66,13 @@ class PanelsFile:
                     file.write(panels.numpy().data)
                     file.write(self._stem.encode())
                 # The digest of each load covers all bytes, so the load need not wait until the disk has them.
-                kept = keep(made, self.folder, self._stem, lambda path: _digest(_map(path), kernels, threads), False)
+                kept = keep(
+                    made, self.folder, self._stem, lambda path: _digest(map_file(path), kernels, threads), False
+                )
             if kept is None:
                 return None
             self._forget_others(kept)
-            return _map(kept)[: len(panels)]
+            return map_file(kept)[: len(panels)]
         except OSError as error:
             logger.info("The packed weights are not kept: %s cannot be written: %s", self.folder, error.strerror)
             return None
@@ -95,18 +95,6 @@ def _layout() -> str:
     for source in sorted((*_NATIVE.glob("*.py"), *(_NATIVE / "kernels").iterdir())):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
-
-
-def _map(path: Path) -> Tensor:
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return torch.empty(0, dtype=torch.uint8)
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    with suppress(AttributeError, OSError):  # not on Linux, or not for files
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has no read-only tensors
-        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _digest(panels: Tensor, kernels: ctypes.CDLL, threads: int) -> str:

@@ -50,12 +50,12 @@ class Packer:
     def pack(self, parts: Sequence[tuple[Tensor, int]], order: Tensor, groups: int, format: int, to: Tensor) -> None:
         """Makes the kernels write panels of this ``format`` to ``to``, a tensor of bytes.
 
-        Each of the ``parts`` has rows ``[outputs, …]``, each row contiguous, and the number of the rows' block format.
-        ``order`` is the ``row_order`` of the parts. ``groups`` is the number of groups in a row or, for a dense row, of
-        32-bit words. Raises UnsupportedLayout if the kernels refuse the weights.
+        Each of the ``parts`` has the addresses of its rows, and the number of the rows' block format. ``order`` is the
+        ``row_order`` of the parts. ``groups`` is the number of groups in a row or, for a dense row, of 32-bit words.
+        Raises UnsupportedLayout if the kernels refuse the weights.
         """
-        addresses = [data.data_ptr() + torch.arange(len(data)) * data.stride(0) * data.itemsize for data, _ in parts]
-        kinds = [torch.full((len(data),), kind) for data, kind in parts]
+        addresses = [part for part, _ in parts]
+        kinds = [torch.full((len(part),), kind) for part, kind in parts]
         real = order >= 0
         rows = torch.zeros(len(order), 2, dtype=torch.long)
         rows[real] = torch.stack((torch.cat(addresses), torch.cat(kinds)), 1)[order[real]]
@@ -121,7 +121,7 @@ class GroupedMatrix:
         if any(part.shape[1] != self._inputs or part.data.stride(1) != 1 for part in parts):
             raise UnsupportedLayout(_OTHER_INPUTS)
         packer.pack(
-            [(part.data, part.number) for part in parts], self.order, self._inputs // GROUP, self.format.number, to
+            [(part.addresses, part.number) for part in parts], self.order, self._inputs // GROUP, self.format.number, to
         )
         if packer.compares:
             real = self.order >= 0
@@ -293,7 +293,8 @@ class DenseMatrix:
             )
         if any(part.shape[1] != inputs for part in dense):
             raise UnsupportedLayout(_OTHER_INPUTS)
-        packer.pack([(part, 0) for part in dense], self.order, bytes_of_row // 4, self.number, to)
+        addresses = [part.data_ptr() + torch.arange(len(part)) * bytes_of_row for part in dense]
+        packer.pack([(part, 0) for part in addresses], self.order, bytes_of_row // 4, self.number, to)
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
