@@ -37,7 +37,7 @@ from mlserver_torch_stream.engine.devices import check_devices, device_types, in
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
-from mlserver_torch_stream.engine.loading.gguf_packed import LINK, WEIGHTS, read_tensors
+from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
 from mlserver_torch_stream.engine.loading.locate import no_packed_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
@@ -133,7 +133,7 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
     recording = _recording(files, load)
     with torch.inference_mode():
-        prepared = _prepare_recorded(recording, load) if recording is not None else None
+        prepared = _prepare_recorded(files, recording, load) if recording is not None else None
         if prepared is None:
             import_model_code()
             prepared = (_prove_packed if files.packed else _prove)(files, load, recording)
@@ -161,7 +161,7 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         return None
     try:
         folder = weights_folder(load.resolved, files.location)
-        weights = [folder / WEIGHTS, folder / LINK] if files.packed else weight_files(folder)
+        weights = [folder / WEIGHTS, files.packed] if files.packed else weight_files(folder)
         if not weights:
             return None
         key = record_key(load.resolved, folder, weights, load.kernels)
@@ -173,14 +173,14 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         return None
 
 
-def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
+def _prepare_recorded(files: ModelFiles, recording: _Recording, load: ModelLoad) -> PreparedModel | None:
     """Builds a forward from an earlier load's record, without transformers' model; None if there is no record."""
     name = load.resolved.source.name
     try:
         proved = read_record(recording.key, load.resolved.cache_dir)
         if isinstance(proved, ProvedLoad):
-            kept = recording.panels is not None
-            tensors = read_tensors(recording.files[0].parent)[0] if kept else mapped_tensors(recording.files)
+            place, packed = Path(files.location), files.packed
+            tensors = read_tensors(place, packed)[0] if packed else mapped_tensors(recording.files)
             decoder = recorded_decoder(proved, tensors)
             rounding = ROUNDED.get(load.resolved.settings.weights)
             forward = NativeForward(decoder, load.kernels, rounding, compares=False, file=recording.panels)
@@ -259,7 +259,8 @@ def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | No
     try:
         name, longest = load.resolved.source.name, load.resolved.settings.max_model_len
         file = None if recording is None else recording.panels
-        forward, proved = check_packed(Path(files.location), name, load.kernels, longest, file)
+        assert files.packed is not None
+        forward, proved = check_packed(Path(files.location), files.packed, name, load.kernels, longest, file)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if recording is not None:

@@ -101,6 +101,17 @@ def test_other_code_writes_panels_of_its_own_and_removes_the_old_ones(
     assert len(panels(cache)) == 2 and used in panels(cache) and old[0] not in panels(cache)
 
 
+def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(
+    model: Path, cache: Path, tmp_path: Path
+) -> None:
+    expected = logits(loaded(model, cache, weights="packed")[0])
+    kept = panels(cache)
+    (tmp_path / "moved").mkdir()
+    moved = model.rename(tmp_path / "moved" / model.name)
+    assert torch.equal(logits(loaded(moved, cache, weights="packed")[0]), expected)
+    assert panels(cache) == kept and len(list(cache.glob("tiny-*.lock"))) == 1
+
+
 @pytest.mark.slow
 def test_two_servers_may_pack_at_once(model: Path, cache: Path) -> None:
     loaded(model, cache, weights="packed")

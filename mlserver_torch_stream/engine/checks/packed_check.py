@@ -32,6 +32,7 @@ _LEAST_LAYERS = 2  # so that a layer reads what a layer before it has written
 
 def check_packed(
     folder: Path,
+    gguf_file: Path,
     name: str,
     kernels: KernelOptions,
     max_model_len: int | None = None,
@@ -39,12 +40,12 @@ def check_packed(
 ) -> tuple[NativeForward, ProvedLoad]:
     """Loads and checks packed weights.
 
-    ``folder`` was written by ``gguf_packed``; ``name`` is the model's name; ``max_model_len`` is the setting; the
-    panels are kept in ``file``. Raises NotPacked or LoadFailed.
+    ``folder`` was written by ``gguf_packed`` from ``gguf_file``; ``name`` is the model's name; ``max_model_len`` is the
+    setting; the panels are kept in ``file``. Raises NotPacked or LoadFailed.
     """
     config = AutoConfig.from_pretrained(folder)
     settle_positions(config, max_model_len)
-    packed = load_packed(folder, config)
+    packed = load_packed(folder, gguf_file, config)
     model, placement = packed.model, read_placement(packed.model)
     description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
     try:

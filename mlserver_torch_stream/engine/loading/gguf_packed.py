@@ -1,7 +1,7 @@
 """Keeps the tensors of a GGUF file as blocks of quantised weights, for kernels that can multiply such blocks.
 
-The folder of a model has the config, the tokenizer, a link to the GGUF file, and ``packed.safetensors``. That file has
-the dense tensors, and the places of the blocks in the GGUF file by transformers' names.
+The folder of a model has the config, the tokenizer, and ``packed.safetensors``. That file has the dense tensors, and
+the places of the blocks in the GGUF file by transformers' names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from mlserver_torch_stream.engine.native.packed_rows import (
 from mlserver_torch_stream.errors import LoadFailed
 
 WEIGHTS = "packed.safetensors"
-LINK = "blocks.gguf"
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -58,14 +57,16 @@ class PackedModel:
         return f"weights packed as in the file: {packed}" + (f"; dequantised: {left}" if left else "")
 
 
-def load_packed(folder: Path, config: Any = None) -> PackedModel:
+def load_packed(folder: Path, gguf_file: Path, config: Any = None) -> PackedModel:
     """Loads a folder that ``write_packed`` has written. ``config``, if given, replaces the folder's config.
+
+    ``gguf_file`` has the same content as the file that was written, and may be in another place.
 
     Raises NotPacked if our kernels do not support the weights, and LoadFailed if weights are missing.
     """
     config = config or AutoConfig.from_pretrained(folder)
     model = empty_model(config)
-    tensors, metadata = read_tensors(folder)
+    tensors, metadata = read_tensors(folder, gguf_file)
     blocks, dequantised = json.loads(metadata["blocks"]), json.loads(metadata["dequantised"])
     for name, tensor in tensors.items():
         kind, *_, heads = blocks.get(name, (None, 0))
@@ -80,11 +81,11 @@ def load_packed(folder: Path, config: Any = None) -> PackedModel:
     return PackedModel(model.eval().requires_grad_(False), kinds, dequantised, tensors)
 
 
-def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+def read_tensors(folder: Path, gguf_file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Returns the tensors by name, with blocks as bytes of the mapped GGUF file, and the metadata of their places."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    mapped = map_file(folder / LINK)
+    mapped = map_file(gguf_file)
     for name, (_, first, rows, size, _) in json.loads(metadata["blocks"]).items():
         tensors[name] = mapped[first : first + rows * size].view(rows, size)
     return tensors, metadata
@@ -153,7 +154,6 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
     if not blocks:
         raise NotPacked("the file has no weights in a block format that our kernels support")
     _write_tensors(folder / WEIGHTS, tensors, {"blocks": json.dumps(blocks), "dequantised": json.dumps(dequantised)})
-    (folder / LINK).symlink_to(gguf_file.resolve())
     model.config.save_pretrained(folder)
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)
 
