@@ -1,15 +1,17 @@
-"""Keeps small files in the cache folder. Files that are truncated or that another user can write are not used.
+"""Keeps files in the cache folder. Files that are truncated or that another user can write are not used.
 
-The name of a file ends with its checksum. Compiled kernels and records of checked loads are kept in this way, because
-the server executes the kernels and trusts the records.
+The name of a file ends with its checksum. Compiled kernels, records of checked loads and packed weights are kept in
+this way, because the server executes the kernels and trusts the other files.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,34 +21,42 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+_ABANDONED = (".compiling-*", ".writing-*")  # the folders in which files are made
+_ABANDONED_S = 24 * 3600.0
 
 
-def keep(made: Path, folder: Path, stem: str) -> Path | None:
+def keep(
+    made: Path, folder: Path, stem: str, digest: Callable[[Path], str] = checksum, flushes: bool = True
+) -> Path | None:
     """Moves a file to where ``kept_files`` finds it, within the same file system, and returns the new path.
 
-    If the folder is not writable, logs one warning and returns None.
+    If the folder is not writable, logs one warning and returns None. ``flushes`` is needed unless ``digest`` covers all
+    bytes.
     """
-    target = folder / f"{stem}-{checksum(made)}{made.suffix}"
+    target = folder / f"{stem}-{digest(made)}{made.suffix}"
     try:
         made.chmod((made.stat().st_mode | _READ) & ~_OTHERS)  # an image that root builds can run as another user
-        flush(made)
+        if flushes:
+            flush(made)
         made.replace(target)
-        flush(folder)
+        if flushes:
+            flush(folder)
     except OSError as error:
         logger.warning("%s cannot be kept in %s: %s", made.name, folder, error.strerror)
         return None
     return target
 
 
-def kept_files(folder: Path, pattern: str) -> Iterator[Path]:
+def kept_files(folder: Path, pattern: str, digest: Callable[[Path], str] = checksum) -> Iterator[Path]:
     """Yields the files of this pattern that can be trusted, and removes damaged ones.
 
-    Files that another user owns or can write are neither used nor removed.
+    ``digest`` returns the checksum with which a whole file's name ends. Files that another user owns or can write are
+    neither used nor removed.
     """
     for path in sorted(folder.glob(pattern)):
         try:
             reason = foreign(path)
-            whole = reason is None and path.stem.rpartition("-")[2] == checksum(path)
+            whole = reason is None and path.stem.rpartition("-")[2] == digest(path)
         except OSError as error:
             reason, whole = error.strerror, False
         if whole:
@@ -64,13 +74,40 @@ def foreign(path: Path) -> str | None:
 
     Raises OSError if the file or its folder cannot be examined.
     """
-    status, folder = path.lstat(), path.parent.stat()
+    status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if status.st_uid not in (os.geteuid(), 0):
         return f"the user {status.st_uid} owns it"
     if status.st_mode & _OTHERS:
         return "other users can write it"
-    if folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+    # Whoever can write to the cache folder can replace the folder in it.
+    return next(filter(None, (_replaceable(folder.stat()) for folder in (path.parent, path.parent.parent))), None)
+
+
+def _replaceable(folder: os.stat_result) -> str | None:
+    """Returns which other users can rename files into this folder; None if only trusted users can."""
+    if folder.st_mode & stat.S_ISVTX:
+        return None
+    if folder.st_mode & stat.S_IWOTH:
         return "every user can replace it"
+    # A user's own group is often private, and Kubernetes gives a volume to a pod's ``fsGroup`` and sets its setgid bit.
+    own = {os.getegid(), *(os.getgroups() if folder.st_mode & stat.S_ISGID else ())}
+    if folder.st_mode & stat.S_IWGRP and folder.st_gid not in own:
+        return f"the group {folder.st_gid} can replace it"
     return None
+
+
+def keep_newest(folder: Path, pattern: str, count: int) -> None:
+    """Removes all files of this pattern except the newest ``count``, and abandoned folders. Raises OSError."""
+    for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)[:-count]:
+        path.unlink(missing_ok=True)
+    remove_abandoned(folder)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes the folders in which killed processes were making files more than a day ago."""
+    for place in (place for pattern in _ABANDONED for place in folder.glob(pattern)):
+        with suppress(OSError):  # another process has just removed it
+            if place.lstat().st_mtime < time.time() - _ABANDONED_S:
+                shutil.rmtree(place)

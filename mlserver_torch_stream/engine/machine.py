@@ -16,6 +16,7 @@ from pathlib import Path
 from mlserver_torch_stream.engine_settings import EngineSettings
 
 KV_SHARE = 0.5  # the cache's share of the available memory; the rest is for activations and other allocations
+PANELS_SUFFIX = ".panels"  # of mapped files with weights: their pages are file cache, but not free
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number just under 2**63
 
 
@@ -73,19 +74,26 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _available_memory(root: Path) -> tuple[int, str]:
+    mapped = _mapped_weights(root)
     candidates = [
         (free, "cgroup memory limit")
         for folder in _cgroup_folders(root, "memory")
         for files in (_V2, _V1)
-        if (free := _cgroup_free(folder, files)) is not None
+        if (free := _cgroup_free(folder, files, mapped)) is not None
     ]
     if (available := _meminfo_available(root)) is not None:
-        candidates.append((available, "MemAvailable"))
+        candidates.append((max(0, available - mapped), "MemAvailable"))
     candidates += _rlimits(root)
     return min(candidates) if candidates else (0, "unknown")
 
 
-def _cgroup_free(folder: Path, files: _MemoryFiles) -> int | None:
+def _mapped_weights(root: Path) -> int:
+    """Returns the bytes of weights that this process reads from mapped files."""
+    mapped = [line.split()[0] for line in (_read(root / "proc/self/maps") or "").splitlines() if PANELS_SUFFIX in line]
+    return sum(int(end, 16) - int(start, 16) for start, _, end in (place.partition("-") for place in mapped))
+
+
+def _cgroup_free(folder: Path, files: _MemoryFiles, mapped: int) -> int | None:
     limit, usage = _number(folder / files.limit), _number(folder / files.usage)
     if limit is None or usage is None or limit >= _NO_LIMIT:
         return None
@@ -94,7 +102,7 @@ def _cgroup_free(folder: Path, files: _MemoryFiles) -> int | None:
         key, _, value = line.partition(" ")
         if key == files.reclaimable:
             reclaimable = int(value)
-    return max(0, limit - usage + reclaimable)
+    return max(0, limit - usage + max(0, reclaimable - mapped))
 
 
 def _meminfo_available(root: Path) -> int | None:

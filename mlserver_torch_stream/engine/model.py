@@ -25,6 +25,7 @@ from mlserver_torch_stream.engine.checks.record import (
     ProvedLoad,
     RecordKey,
     check_files_hold,
+    mapped_tensors,
     outline_of,
     read_record,
     record_key,
@@ -36,7 +37,7 @@ from mlserver_torch_stream.engine.devices import check_devices, device_types, in
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
-from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS
+from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
 from mlserver_torch_stream.engine.loading.locate import no_packed_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
@@ -51,6 +52,7 @@ from mlserver_torch_stream.engine.machine import launched, trim_heap
 from mlserver_torch_stream.engine.native.decoder_plan import plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.panels_file import PanelsFile
 from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine.pipeline.stages import Pipeline
@@ -131,7 +133,7 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
     recording = _recording(files, load)
     with torch.inference_mode():
-        prepared = _prepare_recorded(recording, load) if recording is not None else None
+        prepared = _prepare_recorded(files, recording, load) if recording is not None else None
         if prepared is None:
             import_model_code()
             prepared = (_prove_packed if files.packed else _prove)(files, load, recording)
@@ -142,10 +144,11 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The key under which a load is recorded, and the ``files`` that contain the weights."""
+    """The key under which a load is recorded, the ``files`` that contain the weights, and the file for their panels."""
 
     key: RecordKey
     files: Sequence[Path]
+    panels: PanelsFile | None
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
@@ -158,21 +161,29 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         return None
     try:
         folder = weights_folder(load.resolved, files.location)
-        weights = [folder / WEIGHTS] if files.packed else weight_files(folder)
-        return _Recording(record_key(load.resolved, folder, weights, load.kernels), weights) if weights else None
+        weights = [folder / WEIGHTS, files.packed] if files.packed else weight_files(folder)
+        if not weights:
+            return None
+        key = record_key(load.resolved, folder, weights, load.kernels)
+        # The folder's name ends with a digest of the file's content.
+        kept = PanelsFile(load.resolved.cache_dir / "panels", folder.name.rpartition("-")[2]) if files.packed else None
+        return _Recording(key, weights, kept)
     except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports the error
         logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
         return None
 
 
-def _prepare_recorded(recording: _Recording, load: ModelLoad) -> PreparedModel | None:
+def _prepare_recorded(files: ModelFiles, recording: _Recording, load: ModelLoad) -> PreparedModel | None:
     """Builds a forward from an earlier load's record, without transformers' model; None if there is no record."""
-    name, proved = load.resolved.source.name, read_record(recording.key, load.resolved.cache_dir)
+    name = load.resolved.source.name
     try:
+        proved = read_record(recording.key, load.resolved.cache_dir)
         if isinstance(proved, ProvedLoad):
-            decoder = recorded_decoder(proved, recording.files)
+            place, packed = Path(files.location), files.packed
+            tensors = read_tensors(place, packed)[0] if packed else mapped_tensors(recording.files)
+            decoder = recorded_decoder(proved, tensors)
             rounding = ROUNDED.get(load.resolved.settings.weights)
-            forward = NativeForward(decoder, load.kernels, rounding, compares=False)
+            forward = NativeForward(decoder, load.kernels, rounding, compares=False, file=recording.panels)
             logger.info("%s was checked by an earlier start: its logits are not compared again", name)
             return _on_kernels(forward, proved, load)
         anew = proved
@@ -247,7 +258,9 @@ def _record_of(
 def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
     try:
         name, longest = load.resolved.source.name, load.resolved.settings.max_model_len
-        forward, proved = check_packed(Path(files.location), name, load.kernels, longest)
+        file = None if recording is None else recording.panels
+        assert files.packed is not None
+        forward, proved = check_packed(Path(files.location), files.packed, name, load.kernels, longest, file)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
     if recording is not None:

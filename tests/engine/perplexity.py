@@ -92,7 +92,7 @@ def main() -> None:
             asked = parse_settings(options.model, {"dtype": "bfloat16", "weights": "packed"})
             packed_files = locate_packed(asked)
             assert packed_files is not None
-            packed = load_packed(Path(packed_files.location))
+            packed = load_packed(Path(packed_files.location), packed_files.packed)
             forward = NativeForward(packed.model, KernelOptions(options.threads, settings.cache_dir))
             show("our kernels, packed", perplexity_of_forward(forward, CacheLayout(packed.model.config), rows))
             show("the file dequantised, float32", perplexity_of_model(packed.model, rows))

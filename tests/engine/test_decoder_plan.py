@@ -51,11 +51,11 @@ def test_every_layout_gives_the_same_bits(name: str, folder: Path) -> None:
 def test_every_packed_file_gives_the_same_bits(name: str, tmp_path: Path, folder: Path) -> None:
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=FILES[name], hidden=256)
     write_packed(file, tmp_path)
-    packed = load_packed(tmp_path)
+    packed = load_packed(tmp_path, file)
     plan = plan_decoder(read_decoder(packed.model), packed.tensors)
     assert sum(tensor.nbytes for tensor in plan.own.values()) < 0.1 * file.stat().st_size
     structure = json.loads(json.dumps(plan.structure))
-    decoder = build_decoder(structure, plan.own, read_tensors(tmp_path)[0].__getitem__)
+    decoder = build_decoder(structure, plan.own, read_tensors(tmp_path, file)[0].__getitem__)
     assert isinstance(decoder.head.weights[0], PackedRows | torch.Tensor)
     assert_same_bits(packed.model, decoder, folder)
 

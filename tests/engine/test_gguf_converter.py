@@ -59,7 +59,7 @@ def test_a_converted_file_gives_the_tokens_of_its_original(name: str, kind: str,
 @pytest.mark.parametrize("name", [name for name in ORIGINALS if name not in WITHOUT_KERNELS])
 def test_a_converted_file_that_stays_packed_gives_them_too(name: str, converted: Path, tmp_path: Path) -> None:
     write_packed(converted / name / "q8_0.gguf", tmp_path)
-    check_same(load_packed(tmp_path).model, make_original(name))
+    check_same(load_packed(tmp_path, converted / name / "q8_0.gguf").model, make_original(name))
 
 
 @pytest.mark.parametrize("name", ORIGINALS)

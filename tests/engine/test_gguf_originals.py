@@ -68,8 +68,9 @@ def test_a_file_gives_the_tokens_of_its_original(name: str, tmp_path: Path) -> N
 )
 def test_packed_weights_give_the_tokens_of_the_original(name: str, tmp_path: Path) -> None:
     original = make_original(name)
-    write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
-    check_same(load_packed(tmp_path).model, original)
+    file = write_original(original, tmp_path / "m.gguf", "Q8_0")
+    write_packed(file, tmp_path)
+    check_same(load_packed(tmp_path, file).model, original)
 
 
 @pytest.mark.parametrize("name", WITHOUT_KERNELS)
@@ -77,17 +78,18 @@ def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path
     file = write_original(make_original(name), tmp_path / "m.gguf", "Q8_0")
     with pytest.raises(NotPacked, match=WITHOUT_KERNELS[name]):
         write_packed(file, tmp_path)
-        load_packed(tmp_path)
+        load_packed(tmp_path, file)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3", "phi3, long"])
 def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, folder: Path) -> None:
     original = make_original(name)
-    write_packed(write_original(original, tmp_path / "m.gguf", "Q8_0"), tmp_path)
+    file = write_original(original, tmp_path / "m.gguf", "Q8_0")
+    write_packed(file, tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     settle_positions(config, CONTEXT)
-    model = load_packed(tmp_path, config).model
+    model = load_packed(tmp_path, file, config).model
     with torch.inference_mode():
         forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
         got, _ = prefilled(forward, original, PROMPT, chunk=16)

@@ -74,7 +74,7 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
     """The file stores the rows of queries and keys in another order; the test also shows that they are put back."""
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=FILES[name], hidden=256)
     write_packed(file, tmp_path)
-    packed, expected = load_packed(tmp_path), dequantised(file)
+    packed, expected = load_packed(tmp_path, file), dequantised(file)
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         exact = expected(ids).logits[0]
@@ -180,7 +180,7 @@ def test_the_forward_of_a_load_gives_the_bits_that_were_checked_and_the_log_says
     logged = " | ".join(record.getMessage() for record in caplog.records)
     converted, compared = "Converting tiny.gguf once", "Checking the logits of our kernels"
     assert logged.index(converted) < logged.index(compared) < logged.index("Loaded the weights of tiny")
-    model = load_packed(Path(files.location)).model
+    model = load_packed(Path(files.location), files.packed).model
     with torch.inference_mode():
         (got, _), (expected, _) = (
             prefilled(forward, model, PROMPT, chunk=4)
@@ -200,11 +200,12 @@ def test_a_deep_model_is_compared_in_its_first_layers_of_each_kind_and_its_weigh
 ) -> None:
     """A layer has seven matrices and the formats alternate, so the first two layers differ and others repeat them."""
     kinds = ("Q8_0", "Q4_1")  # in turn
-    write_packed(write_tiny_gguf(tmp_path / "deep.gguf", kinds=kinds, hidden=256, layers=6), tmp_path)
+    file = write_tiny_gguf(tmp_path / "deep.gguf", kinds=kinds, hidden=256, layers=6)
+    write_packed(file, tmp_path)
     options = KernelOptions(2, kernel_cache)
     with torch.inference_mode(), caplog.at_level(logging.INFO, "mlserver_torch_stream"):
-        forward, proved = check_packed(tmp_path, "deep", options)
-        model = load_packed(tmp_path).model
+        forward, proved = check_packed(tmp_path, file, "deep", options)
+        model = load_packed(tmp_path, file).model
         (got, _), (expected, _) = (
             prefilled(each, model, PROMPT, chunk=4) for each in (forward, NativeForward(model, options))
         )
@@ -227,7 +228,7 @@ torch.set_num_threads(1)
 peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 with torch.inference_mode():
     for place in sys.argv[1:3]:
-        model = load_packed(Path(place)).model
+        model = load_packed(Path(place), Path(place, "model.gguf")).model
         forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, Path(sys.argv[3])))
         del model
         print(peak(), forward._weights.size)
@@ -257,10 +258,11 @@ class LargestFloats(TorchDispatchMode):
 @pytest.mark.long
 def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the kernels' panels are made, and in the forward with which the kernels are compared."""
-    write_packed(write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256), tmp_path)
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256)
+    write_packed(file, tmp_path)
     monkeypatch.setattr(packed_rows, "_AT_ONCE", 1 << 13)
     monkeypatch.setattr(weights, "BLOCK", 32)
-    model = load_packed(tmp_path).model
+    model = load_packed(tmp_path, file).model
     with torch.inference_mode(), LargestFloats() as floats:
         forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
     assert 0 < floats.largest < 256 * 256 / 2, "half of the smallest matrix"
@@ -293,7 +295,7 @@ def test_the_real_file_loses_hardly_any_perplexity(tmp_path: Path, folder: Path)
     ids = load_tokenizer(files, settings)(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     rows = [ids[first : first + 513] for first in range(0, 2048, 512)]
     with torch.inference_mode():
-        packed = load_packed(Path(files.location))
+        packed = load_packed(Path(files.location), files.packed)
         exact = perplexity_of_model(packed.model, rows)
         forward = NativeForward(packed.model, KernelOptions(2, folder))
         found = perplexity_of_forward(forward, CacheLayout(packed.model.config), rows)

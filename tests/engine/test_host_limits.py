@@ -71,6 +71,19 @@ def test_memory_is_the_limit_less_what_is_used_but_file_cache_can_go(tmp_path: P
     assert (host.available_bytes, host.memory_origin) == (2 * GIB, "cgroup memory limit")
 
 
+_MAPPED = [(1, "a.panels"), (2, "libtorch.so"), (3, "b.panels (deleted)")]
+
+
+def test_weights_in_mapped_files_are_not_free(tmp_path: Path) -> None:
+    maps = {"proc/self/maps": "".join(f"{i}0000000-{i}{i}000000 r--s 0 fd:00 1 /cache/{end}\n" for i, end in _MAPPED)}
+    available = {"proc/meminfo": f"MemAvailable: {2 * GIB // 1024} kB"}
+    assert read_host(write(tmp_path, available | maps)).available_bytes == 2 * GIB - (0x1000000 + 0x3000000)
+    v2(tmp_path, memory__max=str(GIB), memory__current=str(GIB // 2), memory__stat=f"inactive_file {GIB // 4}")
+    assert read_host(tmp_path).available_bytes == GIB // 2 + GIB // 4 - 0x4000000
+    v2(tmp_path, memory__max=str(GIB), memory__current=str(GIB // 2), memory__stat="inactive_file 4096")
+    assert read_host(tmp_path).available_bytes == GIB // 2  # the panels are not in this cgroup's inactive pages
+
+
 def test_memory_that_the_machine_lacks_is_not_promised(tmp_path: Path) -> None:
     v2(tmp_path, memory__max=str(8 * GIB), memory__current="0")
     host = read_host(write(tmp_path, {"proc/meminfo": f"MemAvailable: {GIB // 1024} kB"}))

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,23 @@ def test_a_library_is_compiled_once_for_the_same_sources_and_the_log_says_when(
     assert first and compiled_library(cache, lambda path: path) == library
     lines = [record.message for record in caplog.records]
     assert len(lines) == 2 and "Compiling the kernels" in lines[0] and "took" in lines[1], lines
+
+
+def test_old_libraries_and_the_folders_of_killed_processes_are_removed(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    for age in range(1, 4):
+        library, place = folder / f"decoder-{age}-0-0.so", folder / f".compiling-{age}"
+        place.mkdir(parents=True)
+        (place / "decoder.so").write_bytes(b"")
+        library.write_bytes(b"")
+        for path in (library, place):
+            os.utime(path, (time.time() - (age - 0.5) * 24 * 3600,) * 2)
+    monkeypatch.setattr(compiling, "MAX_LIBRARIES", 3)
+    compiled_library(tmp_path, lambda path: path)
+    left = {path.name for path in kept(tmp_path)}
+    assert {".compiling-1", "decoder-1-0-0.so", "decoder-2-0-0.so"} < left and len(left) == 4
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -21,14 +22,13 @@ from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
 from tests.engine.test_native_compile import bound, needs_permissions
 from tests.engine.tiny import tiny_model as make_tiny_model
-from tests.engine.tiny_gguf import write_tiny_gguf
 
 PROMPT = [5, 6, 7, 100, 31, 77]
 _LOAD = """
-import sys
+import json, sys
 from pathlib import Path
 from tests.engine.test_record import loaded
-print(*loaded(Path(sys.argv[1]), Path(sys.argv[2]))[1])
+print(*loaded(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))[1])
 """
 
 
@@ -84,15 +84,6 @@ def test_a_later_start_builds_no_model_and_has_the_same_bits(
     assert again.weights.generation_config.to_dict() == proved.weights.generation_config.to_dict()
 
 
-@pytest.mark.long
-def test_a_later_start_of_packed_weights_has_the_same_bits(tmp_path: Path, cache: Path) -> None:
-    file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q8_0", "F16", "Q4_1"), hidden=256)
-    proved, first = loaded(file, cache, weights="packed")
-    again, later = loaded(file, cache, weights="packed")
-    assert (first, later) == ({"new": 1}, {})
-    assert torch.equal(logits(again), logits(proved))
-
-
 def cut(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -122,6 +113,12 @@ def become_a_link(path: Path) -> None:
         (lambda path: path.chmod(0o664), "foreign"),
         (lambda path: path.chmod(0o646), "foreign"),
         (lambda path: path.parent.chmod(0o777), "foreign"),
+        (lambda path: path.parent.parent.chmod(0o777), "foreign"),
+        pytest.param(
+            lambda path: (os.chown(path.parent, 0, 12345), path.parent.chmod(0o775)),
+            "foreign",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
+        ),
         (become_a_link, "foreign"),
         pytest.param(
             lambda path: os.chown(path, 12345, 12345),
@@ -138,6 +135,20 @@ def test_a_record_that_cannot_be_trusted_is_proved_anew(
     again, counts = loaded(model, cache)
     assert counts == {reason: 1}
     assert torch.equal(logits(again), logits(proved))
+
+
+def test_a_record_that_was_renamed_is_not_used(model: Path, cache: Path, tmp_path: Path) -> None:
+    """A renamed record keeps its owner, its mode and its checksum, and a model of the same shapes would load it."""
+    loaded(model, cache)
+    (first,) = records(cache)
+    make_tiny_model("llama", seed=2, rms_norm_eps=0.1).to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    expected = logits(loaded(tmp_path / "other", cache)[0])
+    (other,) = {*records(cache)} - {first}
+    first.rename(other.with_stem(f"{other.stem.rpartition('-')[0]}-{first.stem.rpartition('-')[2]}"))
+    other.unlink()
+    again, counts = loaded(tmp_path / "other", cache)
+    assert counts == {"damaged": 1}
+    assert torch.equal(logits(again), expected)
 
 
 def touch_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +223,9 @@ def test_the_number_of_records_is_bounded_and_the_oldest_goes(
     assert len(records(cache)) == 2 and first not in records(cache)
 
 
-def start(model: Path, cache: Path) -> subprocess.Popen[str]:
+def start(model: Path, cache: Path, **extra: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [*bound, sys.executable, "-c", _LOAD, str(model), str(cache)]
+    command = [*bound, sys.executable, "-c", _LOAD, str(model), str(cache), json.dumps(extra)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 

@@ -129,3 +129,12 @@ def test_the_vocabulary_reaches_to_the_highest_id_where_ids_have_holes() -> None
     codec = TextCodec(tokenizer)
     assert codec.vocab_size == max(codec.encode(TextPrompt("c")) + codec.encode(TextPrompt("d"))) + 1 > len(tokenizer)
     assert codec.decode([9, 5], False) == "c"
+
+
+def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, reads = byte_level(), []
+    read = tokenizer.get_vocab
+    monkeypatch.setattr(tokenizer, "get_vocab", lambda: reads.append(None) or read())
+    codec = TextCodec(tokenizer)
+    codec.limit_prompts(100)
+    assert codec.vocab_size == len(tokenizer) and len(reads) == 1

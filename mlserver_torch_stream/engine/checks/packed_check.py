@@ -24,22 +24,28 @@ from mlserver_torch_stream.engine.machine import trim_heap
 from mlserver_torch_stream.engine.native.decoder_plan import build_decoder, plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.panels_file import PanelsFile
 from mlserver_torch_stream.engine.native.structure import Decoder, Projection, read_decoder
 
 _LEAST_LAYERS = 2  # so that a layer reads what a layer before it has written
 
 
 def check_packed(
-    folder: Path, name: str, kernels: KernelOptions, max_model_len: int | None = None
+    folder: Path,
+    gguf_file: Path,
+    name: str,
+    kernels: KernelOptions,
+    max_model_len: int | None = None,
+    file: PanelsFile | None = None,
 ) -> tuple[NativeForward, ProvedLoad]:
     """Loads and checks packed weights.
 
-    ``folder`` was written by ``gguf_packed``; ``name`` is the model's name; ``max_model_len`` is the setting. Raises
-    NotPacked or LoadFailed.
+    ``folder`` was written by ``gguf_packed`` from ``gguf_file``; ``name`` is the model's name; ``max_model_len`` is the
+    setting; the panels are kept in ``file``. Raises NotPacked or LoadFailed.
     """
     config = AutoConfig.from_pretrained(folder)
     settle_positions(config, max_model_len)
-    packed = load_packed(folder, config)
+    packed = load_packed(folder, gguf_file, config)
     model, placement = packed.model, read_placement(packed.model)
     description, vocab_size = describe(name, model, packed.description), len(model.get_input_embeddings().weight)
     try:
@@ -52,11 +58,11 @@ def check_packed(
     generation_config, layout = model.generation_config, CacheLayout(model.config)
     depth = _proving_depth(decoder, layout)
     if depth == len(decoder.layers):
-        forward, findings = verify_packed(model, decoder, kernels)
+        forward, findings = verify_packed(model, decoder, kernels, file)
     else:
         _shorten(model, depth)
         findings = verify_packed(model, replace(decoder, layers=decoder.layers[:depth]), kernels)[1]
-        forward = NativeForward(decoder, kernels)
+        forward = NativeForward(decoder, kernels, file=file)
         forward.reserve(cache := PagedCache(layout, findings.page_size, [1] * len(layout.spec(1).groups), 0))
         findings = replace(findings, specs=cache.specs)
     weights = LoadedWeights(outline, generation_config, vocab_size, description)
@@ -93,7 +99,9 @@ def _shorten(model: Any, depth: int) -> None:
     model.model.layers = model.model.layers[:depth]
 
 
-def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple[NativeForward, SelfCheckResult]:
+def verify_packed(
+    model: Any, decoder: Decoder, kernels: KernelOptions, file: PanelsFile | None = None
+) -> tuple[NativeForward, SelfCheckResult]:
     """Makes a forward with our kernels for ``decoder``, and compares its logits with the logits of ``model``.
 
     Returns the forward, and what the comparison found. ``model`` is the same model in transformers, as ``gguf_packed``
@@ -101,7 +109,7 @@ def verify_packed(model: Any, decoder: Decoder, kernels: KernelOptions) -> tuple
     """
 
     def make() -> NativeForward:
-        forward = NativeForward(decoder, kernels)
+        forward = NativeForward(decoder, kernels, file=file)
         trim_heap()  # packing frees 13 MB
         return forward
 

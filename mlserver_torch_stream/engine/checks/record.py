@@ -25,7 +25,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -36,7 +36,7 @@ from mlserver_torch_stream.engine.config_fields import comparable_context, plain
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import checksum, file_stamps, length_setting, shaping_settings
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files
+from mlserver_torch_stream.engine.kept_files import foreign, keep, keep_newest, kept_files
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.placement import DeviceShare
 from mlserver_torch_stream.engine.native.compile_kernels import cpu_properties
@@ -130,7 +130,7 @@ def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
     for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):
         try:
-            proved = _decode(path)
+            proved = _decode(key, path)
         except Exception as error:  # a file that was written by another version, or not by this package
             logger.warning("%s is not used: %s: %s", path, type(error).__name__, error)
             continue
@@ -147,9 +147,9 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as place:
             made = Path(place, f"record{_SUFFIX}")
-            save_file(proved.plan.own, made, metadata={"proved": _encode(proved)})
+            save_file(proved.plan.own, made, metadata={"proved": _encode(key, proved)})
             keep(made, folder, key.stem)
-        _forget_oldest(folder)
+        keep_newest(folder, f"*{_SUFFIX}", MAX_RECORDS)
     except OSError as error:
         logger.info("The checks of this load are not recorded: %s cannot be written: %s", folder, error.strerror)
 
@@ -162,20 +162,21 @@ def outline_of(model: Any) -> ModelOutline:
     return outline
 
 
-def recorded_decoder(proved: ProvedLoad, files: Iterable[Path]) -> Decoder:
-    """Builds the decoder from memory-mapped files, so a weight is in memory only after its first use.
+def recorded_decoder(proved: ProvedLoad, tensor: Mapping[str, Tensor]) -> Decoder:
+    """Builds the decoder from tensors of memory-mapped files, so a weight is in memory only after its first use.
 
     Raises NotRecordable if the record and the files do not match.
     """
     try:
-        tensor = mapped_tensors(files)
         decoder = build_decoder(
-            proved.plan.structure, proved.plan.own, lambda name: _as_dtype(tensor[name], proved.dtype)
+            proved.plan.structure, proved.plan.own, lambda name: _vector_as(tensor[name], proved.dtype)
         )
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise NotRecordable(f"the record does not match its files: {error}") from error
+    decoder = replace(decoder, dense_dtype=proved.dtype)
     if isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
-        return replace(decoder, embedding=decoder.embedding.clone())  # the kernels read it for as long as they live
+        # The kernels read it for as long as they live.
+        return replace(decoder, embedding=decoder.embedding.to(decoder.dtype, copy=True))
     return decoder
 
 
@@ -197,8 +198,9 @@ def check_files_hold(plan: DecoderPlan, parameters: Mapping[str, Tensor], files:
             raise NotRecordable(f"the files do not contain {name} with the values that the model has")
 
 
-def _as_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
+def _vector_as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Converts a vector. Matrices stay mapped and are converted one at a time, while they are packed."""
+    return tensor if dtype is None or tensor.ndim > 1 else tensor.to(dtype)
 
 
 def _reason(key: RecordKey, folder: Path, found: Sequence[Path]) -> Anew:
@@ -210,12 +212,6 @@ def _reason(key: RecordKey, folder: Path, found: Sequence[Path]) -> Anew:
         kept = dict(zip(parts, path.stem.split("-")[1:4], strict=False))
         others.append([reason for part, reason in parts.items() if kept.get(part) != getattr(key, part)])
     return min(filter(None, others), key=len, default=[Anew.NEW])[0]
-
-
-def _forget_oldest(folder: Path) -> None:
-    records = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    for path in records[:-MAX_RECORDS]:
-        path.unlink(missing_ok=True)
 
 
 def _digest(*parts: Any) -> str:
@@ -245,13 +241,14 @@ def _cache_groups(model: Any) -> object:
     return layout.spec(1), layout.has_states
 
 
-def _encode(proved: ProvedLoad) -> str:
+def _encode(key: RecordKey, proved: ProvedLoad) -> str:
     findings, weights = proved.findings, proved.weights
     generation = weights.generation_config.to_dict()
     if GenerationConfig.from_dict(json.loads(json.dumps(generation))).to_dict() != generation:
         raise NotRecordable("its generation config cannot be written as JSON")
     return json.dumps(
         {
+            "key": key.stem,
             "structure": proved.plan.structure,
             "config": _plain(vars(weights.model.config)),
             "generation": generation,
@@ -267,13 +264,16 @@ def _encode(proved: ProvedLoad) -> str:
     )
 
 
-def _decode(path: Path) -> ProvedLoad:
-    content = path.read_bytes()
+def _decode(key: RecordKey, path: Path) -> ProvedLoad:
+    """Reads a record. Raises ValueError if the record has been renamed, that is, if it belongs to another load."""
     with safe_open(path, "pt") as file:
         values = json.loads(file.metadata()["proved"])
+        own = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    if values["key"] != key.stem:
+        raise ValueError("it is the record of another load")
     specs = {torch.device(device): _spec(spec) for device, spec in values["specs"].items()}
     return ProvedLoad(
-        DecoderPlan(values["structure"], load(content)),
+        DecoderPlan(values["structure"], own),
         LoadedWeights(
             ModelOutline(plain_config(values["config"])),
             GenerationConfig.from_dict(values["generation"]),

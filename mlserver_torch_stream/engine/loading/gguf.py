@@ -124,7 +124,7 @@ def _dense_dtype(gguf_file: Path) -> torch.dtype:
 
 
 def _target(gguf_file: Path, cache_dir: Path, dtype: str, packed: bool) -> Path:
-    return cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, f'{dtype} packed' if packed else dtype)}"
+    return cache_dir / f"{gguf_file.stem}-{_fingerprint(gguf_file, f'{dtype} packed in place' if packed else dtype)}"
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:

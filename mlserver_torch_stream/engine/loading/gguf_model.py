@@ -19,6 +19,7 @@ from transformers.integrations.gguf import GGUF_ARCHS, get_gguf_config, read_ggu
 
 from mlserver_torch_stream.engine.loading.gguf_architectures import Architecture, architecture_of
 from mlserver_torch_stream.engine.loading.gguf_file import GgufFile, shape_of
+from mlserver_torch_stream.engine.native.packed_rows import rotary_halves
 from mlserver_torch_stream.errors import LoadFailed
 
 
@@ -26,13 +27,13 @@ from mlserver_torch_stream.errors import LoadFailed
 class GgufWeights:
     """One parameter of the model: the joined tensors of the file, or zeros if the file has none for it.
 
-    ``order`` has the file's row for each row of the parameter; None means the file's order. ``offset`` is subtracted
-    from the file's values.
+    ``heads`` says in which order the file has the rows, as in ``PackedRows``. ``offset`` is subtracted from the file's
+    values.
     """
 
     parts: tuple[gguf.ReaderTensor, ...]
     shape: tuple[int, ...]
-    order: np.ndarray[Any, Any] | None = None
+    heads: int = 0
     offset: float = 0.0
 
     @property
@@ -45,23 +46,21 @@ class GgufWeights:
             return torch.zeros(self.shape)
         values = [gguf.dequantize(part.data, part.tensor_type) for part in self.parts]
         value = np.concatenate(values, axis=1) if len(values) > 1 else values[0]
-        if self.order is not None:
-            value = value[self.order]
+        if self.heads:
+            value = value[rotary_halves(len(value), self.heads).numpy()]
         value = value - np.float32(self.offset) if self.offset else np.require(value, np.float32, "W")
         return torch.from_numpy(value).reshape(self.shape)
 
     @property
-    def blocks_shape(self) -> tuple[int, int] | None:
-        """The shape of ``blocks``; None unless the weights are a matrix, stored as a single tensor of the file."""
+    def blocks(self) -> tuple[int, int, int] | None:
+        """The place of a matrix's blocks in the file: the first byte, the number of rows, and the bytes of a row.
+
+        None unless the weights are a matrix, stored as a single tensor of the file.
+        """
         if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
             return None
         rows, size = self.parts[0].data.shape
-        return rows, size
-
-    def blocks(self) -> Tensor:
-        """Returns the rows of a matrix as bytes, as they are in the file."""
-        data = self.parts[0].data
-        return torch.from_numpy(np.array(data if self.order is None else data[self.order]))
+        return int(self.parts[0].data_offset), int(rows), int(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +162,10 @@ def _weights(
             raise LoadFailed(f"the file lacks the tensor {name}")
         _check_shape(name, shape_of(part), _part_shape(shape, len(tensors)))
         parts.append(part)
-    leaf, order = tensors[0].split(".")[-2], None
+    leaf, heads = tensors[0].split(".")[-2], 0
     if leaf in architecture.permuted:
         heads = config.num_attention_heads if leaf == "attn_q" else config.num_key_value_heads
-        order = _rotary_halves(shape[0], heads)
-    return GgufWeights(tuple(parts), shape, order, architecture.norm_offset if leaf.endswith("norm") else 0.0)
+    return GgufWeights(tuple(parts), shape, heads, architecture.norm_offset if leaf.endswith("norm") else 0.0)
 
 
 def _part_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
@@ -177,12 +175,3 @@ def _part_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
 def _check_shape(tensor: str, has: tuple[int, ...], needs: tuple[int, ...]) -> None:
     if has not in (needs, needs[1:] if needs[0] == 1 else needs):
         raise LoadFailed(f"the tensor {tensor} has the shape {list(has)}, but the model needs {list(needs)}")
-
-
-def _rotary_halves(rows: int, heads: int) -> np.ndarray[Any, Any]:
-    """Returns the order of rows.
-
-    Two dimensions that are rotated together are adjacent in the file, but half a head apart in transformers.
-    """
-    order: np.ndarray[Any, Any] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return order

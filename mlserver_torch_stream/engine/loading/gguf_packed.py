@@ -1,7 +1,7 @@
 """Keeps the tensors of a GGUF file as blocks of quantised weights, for kernels that can multiply such blocks.
 
-The folder of a model has the config, the tokenizer and ``packed.safetensors``. In that file, the blocks have
-transformers' names, and their rows are in transformers' order.
+The folder of a model has the config, the tokenizer, and ``packed.safetensors``. That file has the dense tensors, and
+the places of the blocks in the GGUF file by transformers' names.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
 from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.mapped_file import map_file
 from mlserver_torch_stream.engine.native.packed_rows import (
     BLOCK_FORMATS,
     PackedEmbedding,
@@ -56,30 +57,38 @@ class PackedModel:
         return f"weights packed as in the file: {packed}" + (f"; dequantised: {left}" if left else "")
 
 
-def load_packed(folder: Path, config: Any = None) -> PackedModel:
+def load_packed(folder: Path, gguf_file: Path, config: Any = None) -> PackedModel:
     """Loads a folder that ``write_packed`` has written. ``config``, if given, replaces the folder's config.
+
+    ``gguf_file`` has the same content as the file that was written, and may be in another place.
 
     Raises NotPacked if our kernels do not support the weights, and LoadFailed if weights are missing.
     """
     config = config or AutoConfig.from_pretrained(folder)
     model = empty_model(config)
-    tensors, metadata = read_tensors(folder)
-    kinds, dequantised = json.loads(metadata["kinds"]), json.loads(metadata["dequantised"])
+    tensors, metadata = read_tensors(folder, gguf_file)
+    blocks, dequantised = json.loads(metadata["blocks"]), json.loads(metadata["dequantised"])
     for name, tensor in tensors.items():
-        _put(model, name, tensor, kinds.get(name))
+        kind, *_, heads = blocks.get(name, (None, 0))
+        _put(model, name, tensor, kind, heads)
     if config.tie_word_embeddings:
         _tie(model)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         raise LoadFailed(f"the file lacks the weights {', '.join(left[:3])}")
     model.generation_config = GenerationConfig.from_pretrained(folder)
-    return PackedModel(model.eval().requires_grad_(False), Counter(kinds.values()), dequantised, tensors)
+    kinds = Counter(kind for kind, *_ in blocks.values())
+    return PackedModel(model.eval().requires_grad_(False), kinds, dequantised, tensors)
 
 
-def read_tensors(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Returns the file's tensors by name, with blocks as bytes, and the file's metadata."""
+def read_tensors(folder: Path, gguf_file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Returns the tensors by name, with blocks as bytes of the mapped GGUF file, and the metadata of their places."""
     with safe_open(folder / WEIGHTS, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    mapped = map_file(gguf_file)
+    for name, (_, first, rows, size, _) in json.loads(metadata["blocks"]).items():
+        tensors[name] = mapped[first : first + rows * size].view(rows, size)
+    return tensors, metadata
 
 
 def empty_model(config: Any) -> Any:
@@ -90,13 +99,13 @@ def empty_model(config: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _put(model: Any, name: str, tensor: Tensor, kind: str | None) -> None:
+def _put(model: Any, name: str, tensor: Tensor, kind: str | None, heads: int) -> None:
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if kind is None:
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
         return
-    rows = PackedRows(kind, tensor)
+    rows = PackedRows(kind, tensor, heads)
     if leaf != "weight" or rows.shape != module.weight.shape:
         raise NotPacked(f"{name} does not fit a weight matrix of the model")
     if isinstance(module, nn.Embedding):
@@ -118,7 +127,7 @@ def _tie(model: Any) -> None:
 
 
 def write_packed(gguf_file: Path, folder: Path) -> None:
-    """Writes the config, and the weights as unchanged blocks, to a folder for ``load_packed``.
+    """Writes the config, the dense weights and the places of the blocks to a folder for ``load_packed``.
 
     Raises NotPacked if our kernels do not support the weights, and LoadFailed in the same cases as
     ``read_gguf_model``.
@@ -130,50 +139,45 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
         raise NotPacked("our kernels do not support the file's architecture")
     model = read_gguf_model(gguf_file)
     tensors: dict[str, _Stored] = {}
-    kinds: dict[str, str] = {}
+    blocks: dict[str, tuple[str, int, int, int, int]] = {}
     dequantised: dict[str, str] = {}
     for name, weights in model.weights.items():
         if len(weights.parts) > 1:
             raise NotPacked(f"our kernels do not support mixtures of experts ({name})")
         kind = next(iter(weights.kinds), "F32")
-        if kind in BLOCK_FORMATS and (shape := weights.blocks_shape) is not None:
-            tensors[name], kinds[name] = _Stored("U8", 1, shape, weights.blocks), kind
+        if kind in BLOCK_FORMATS and (place := weights.blocks) is not None:
+            blocks[name] = (kind, *place, weights.heads)
             continue
         if kind not in _FLOATS:
             dequantised[name] = kind
-        tensors[name] = _Stored("F32", 4, weights.shape, weights.dense)
-    if not kinds:
+        tensors[name] = _Stored(weights.shape, weights.dense)
+    if not blocks:
         raise NotPacked("the file has no weights in a block format that our kernels support")
-    _write_tensors(folder / WEIGHTS, tensors, {"kinds": json.dumps(kinds), "dequantised": json.dumps(dequantised)})
+    _write_tensors(folder / WEIGHTS, tensors, {"blocks": json.dumps(blocks), "dequantised": json.dumps(dequantised)})
     model.config.save_pretrained(folder)
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor for a safetensors file: its type there, bytes per element, its shape, and a function that reads it."""
+    """A float32 tensor for a safetensors file: its shape, and a function that reads it."""
 
-    dtype: str
-    itemsize: int
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
     @property
     def bytes(self) -> int:
-        return self.itemsize * math.prod(self.shape)
+        return 4 * math.prod(self.shape)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, _Stored], metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file with one tensor in memory at a time; safetensors' own function needs all tensors."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each tensor is aligned
-    ends = list(accumulate(stored.bytes for _, stored in ordered))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for (name, stored), end in zip(ordered, ends, strict=True):
-        offsets = [end - stored.bytes, end]
-        header[name] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": offsets}
+    for (name, stored), end in zip(tensors.items(), accumulate(each.bytes for each in tensors.values()), strict=True):
+        header[name] = {"dtype": "F32", "shape": list(stored.shape), "data_offsets": [end - stored.bytes, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, stored in ordered:
+        for stored in tensors.values():
             file.write(stored.read().contiguous().numpy().data)

@@ -65,7 +65,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
         raise no_packed_weights(str(error)) from error
     if folder is None:
         raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
-    return ModelFiles(str(folder), None, packed=True)
+    return ModelFiles(str(folder), None, packed=file)
 
 
 def no_packed_weights(why: str) -> LoadFailed:

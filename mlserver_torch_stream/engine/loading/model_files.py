@@ -23,13 +23,13 @@ ALLOW_PICKLE = "convert the weights to safetensors, or set parameters.extra.allo
 class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
-    ``packed`` means that the folder has the quantised blocks of a GGUF file. ``tensors`` are the tensors of a folder's
-    safetensors files.
+    ``packed`` is a GGUF file whose blocks stay quantised; then the folder has everything but the blocks. ``tensors``
+    are the tensors of a folder's safetensors files.
     """
 
     location: str
     gguf_file: Path | None
-    packed: bool = False
+    packed: Path | None = None
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property

@@ -36,11 +36,7 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
 
             return load_gguf_tokenizer(files.gguf_file)
         _check_charsmap(place / "tokenizer.json")
-        known: dict[str, Any] = {}
-        converted = resolved.source.kind in ("embedded", "gguf")  # the converted files name the tokenizer's class
-        if converted and settings.tokenizer is None:  # reading the model's config would import its modeling code
-            fields, _ = PreTrainedConfig.get_config_dict(files.location)
-            known["config"] = plain_config({**fields, "_name_or_path": files.location})
+        known = {} if settings.tokenizer is not None else _plain_config(place)
         try:
             return AutoTokenizer.from_pretrained(
                 settings.tokenizer or files.location,
@@ -58,6 +54,20 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     if settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     return tokenizer
+
+
+def _plain_config(folder: Path) -> dict[str, PreTrainedConfig]:
+    """Returns the argument ``config`` for a folder that names the tokenizer's class; nothing for other folders.
+
+    Without this argument, transformers reads the family's config class, which imports the family's modeling code.
+    """
+    try:
+        names, fields = (json.loads((folder / name).read_bytes()) for name in ("tokenizer_config.json", "config.json"))
+        if "auto_map" in {**names, **fields} or not names["tokenizer_class"] or not fields["model_type"]:
+            return {}
+        return {"config": plain_config({**fields, "_name_or_path": str(folder)})}
+    except (OSError, ValueError, KeyError, TypeError):  # a hub id, or damaged files, which are reported later
+        return {}
 
 
 def _check_charsmap(file: Path) -> None:

@@ -15,15 +15,18 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.kept_files import keep, kept_files
+from mlserver_torch_stream.engine.kept_files import keep, keep_newest, kept_files
 from mlserver_torch_stream.engine.stage_log import stage
 
 logger = logging.getLogger(__name__)
 
+MAX_LIBRARIES = 8  # in one cache folder: of a few versions of this package and kinds of CPU
 SOURCES = Path(__file__).parent / "kernels"
 THIS_CPU = ("-march=native",)
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
@@ -79,6 +82,7 @@ def _compiler() -> str:
     raise NoKernels("no C++ compiler")
 
 
+@cache
 def _version(compiler: str) -> str:
     return hashlib.sha256(f"{compiler} {_run([compiler, '--version'], _SECONDS)}".encode()).hexdigest()[:8]
 
@@ -112,8 +116,9 @@ def _compile(
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
             _run([compiler, *_FLAGS, *target, str(SOURCES / "library.cpp"), "-o", str(made)], seconds)
         opened = open_library(made)
-        if made.parent.parent == folder:
-            keep(made, folder, stem)
+        if made.parent.parent == folder and keep(made, folder, stem) is not None:
+            with suppress(OSError):  # another process removes a file at this moment
+                keep_newest(folder, "*.so", MAX_LIBRARIES)
     return opened
 
 

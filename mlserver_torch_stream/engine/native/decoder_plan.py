@@ -72,9 +72,9 @@ def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tenso
     """
 
     @cache  # tied weights stay one object
-    def rows(name: str | None, first: int | str, count: int, kind: str | None) -> Tensor | PackedRows:
+    def rows(name: str | None, first: int | str, count: int, kind: str | None, heads: int) -> Tensor | PackedRows:
         data = own[str(first)] if name is None else tensor(name)[int(first) : int(first) + count]
-        return data if kind is None else PackedRows(kind, data)
+        return data if kind is None else PackedRows(kind, data, heads)
 
     def projection(parts: Mapping[str, Any]) -> Projection:
         biases = (None if bias is None else rows(*bias) for bias in parts["biases"])
@@ -111,8 +111,11 @@ class _PlanWriter:
         return {"weights": [self.rows(weight) for weight in projection.weights], "biases": biases}
 
     def rows(self, of: Tensor | PackedRows) -> list[Any]:
-        """Returns a tensor's name, first row, number of rows and block format; the name is None if no file has it."""
-        data, kind = (of.data, of.kind) if isinstance(of, PackedRows) else (of, None)
+        """Returns a tensor's name, first row, number of rows, block format and ``heads``.
+
+        The name is None if no file has the tensor.
+        """
+        data, kind, heads = (of.data, of.kind, of.heads) if isinstance(of, PackedRows) else (of, None, 0)
         for name, whole in self.tensors.items():
             if not whole.numel():
                 continue
@@ -120,7 +123,7 @@ class _PlanWriter:
             alike = data.dtype == whole.dtype and data.shape[1:] == whole.shape[1:] and data.is_contiguous()
             if alike and rest == 0 and 0 <= first < len(whole):
                 self.plan.used.add(name)
-                return [name, first, len(data), kind]
+                return [name, first, len(data), kind, heads]
         key = str(len(self.plan.own))
         self.plan.own[key] = data.detach().clone().contiguous()
-        return [None, key, len(data), kind]
+        return [None, key, len(data), kind, heads]

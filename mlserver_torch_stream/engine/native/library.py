@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_uint64, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "native_draw": ([c_void_p, POINTER(KernelDrawCall)], c_int),
     "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int], c_int),
     "native_pack": ([POINTER(KernelPackCall), c_int], c_int),
+    "native_digest": ([c_void_p, c_int64, c_int, POINTER(c_uint64)], c_int),
     "native_destroy": ([c_void_p], None),
     "native_use_large_pages": ([c_void_p, c_int64], None),
     "native_attend_pages": ([POINTER(KernelPagesCall), c_void_p, c_int], c_int),
@@ -176,6 +177,7 @@ _WORK = {
     "native_draw": "a draw",
     "native_multiply": "a product",
     "native_pack": "packing weights",
+    "native_digest": "a digest",
     "native_attend_pages": "an attention over pages",
     "native_write_pages": "writing to pages",
 }

@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.groups import PANEL
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions, open_kernels
 from mlserver_torch_stream.engine.native.library import KernelDrawCall
+from mlserver_torch_stream.engine.native.panels_file import PanelsFile
 from mlserver_torch_stream.engine.native.quantise import Rounding
 from mlserver_torch_stream.engine.native.rotary import RotaryTable
 from mlserver_torch_stream.engine.native.structure import Decoder, read_decoder
@@ -154,9 +155,17 @@ class NativeForward(LoadedForward):
     has_threads = True
 
     def __init__(
-        self, model: Any, options: KernelOptions, rounded: Rounding | None = None, *, compares: bool = True
+        self,
+        model: Any,
+        options: KernelOptions,
+        rounded: Rounding | None = None,
+        *,
+        compares: bool = True,
+        file: PanelsFile | None = None,
     ) -> None:
         """Copies the weights of a model or of a ``Decoder``; with ``rounded`` it also rounds them.
+
+        With a ``file`` the copy is in that file. An earlier load may have made it; then the weights are not read.
 
         With ``compares`` the kernels' packed weights are compared with the model's weights. At least one load of a
         model must do this.
@@ -167,7 +176,7 @@ class NativeForward(LoadedForward):
         decoder = model if isinstance(model, Decoder) else read_decoder(model)
         kernels, self.variant = open_kernels(options.cache_dir, c.open_library)
         self._rotary = RotaryTable(decoder.rotary)
-        self._weights = PackedWeights(decoder, Packer(kernels, options.threads, compares), rounded)
+        self._weights = PackedWeights(decoder, Packer(kernels, options.threads, compares), rounded, file)
         shape = self._weights.shape
         shape.rotated_half, shape.ropes = self._rotary.half, self._rotary.ropes
         is_bf16 = decoder.dtype == torch.bfloat16

@@ -32,11 +32,16 @@ class BlockFormat:
 
 
 class PackedRows:
-    """Rows of weights as blocks. ``data`` is uint8, ``[outputs, bytes]``. ``kind`` is a name in ``BLOCK_FORMATS``."""
+    """Rows of weights as blocks. ``data`` is uint8, ``[outputs, bytes]``. ``kind`` is a name in ``BLOCK_FORMATS``.
 
-    def __init__(self, kind: str, data: Tensor) -> None:
+    ``heads`` is 0 if ``data`` has the rows in the model's order. Otherwise it is the number of heads, in each of which
+    ``data`` has the two dimensions that are rotated together next to each other, and the model half a head apart.
+    """
+
+    def __init__(self, kind: str, data: Tensor, heads: int = 0) -> None:
         self.kind = kind
         self.data = data
+        self.heads = heads
         self._of = BLOCK_FORMATS[kind]
         self.shape = torch.Size((data.shape[0], data.shape[1] // self._of.bytes * self._of.weights))
 
@@ -48,6 +53,16 @@ class PackedRows:
     def number(self) -> int:
         """The number of the block format in ``kernels/pack.h``."""
         return self._of.number
+
+    @property
+    def order(self) -> Tensor:
+        """The row of ``data`` for each output."""
+        return rotary_halves(len(self.data), self.heads)
+
+    @property
+    def addresses(self) -> Tensor:
+        """The address of each output's row, whose bytes are contiguous."""
+        return self.data.data_ptr() + self.order * self.data.stride(0)
 
     def sampled(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weights of some inputs, float32 ``[outputs, columns]``.
@@ -62,16 +77,15 @@ class PackedRows:
             dense = PackedRows(self.kind, some[:, columns // width].flatten(1)).groups(slice(None)).dense()
             weights.append(dense[:, places])
             largest.append(dense.abs().amax(1, keepdim=True))
-        return torch.cat(weights), torch.cat(largest)
-
-    def __reduce__(self) -> tuple[type[PackedRows], tuple[str, Tensor]]:
-        return PackedRows, (self.kind, self.data)
+        return torch.cat(weights)[self.order], torch.cat(largest)[self.order]
 
     def chunk(self, count: int) -> tuple[PackedRows, ...]:
+        """Divides the outputs into parts of equal size, as ``torch.chunk`` does."""
+        assert not self.heads  # files have fused projections in the model's order
         return tuple(PackedRows(self.kind, part) for part in self.data.chunk(count))
 
     def groups(self, rows: Tensor | slice) -> Groups:
-        data = self.data[rows]
+        data = self.data[self.order[rows] if self.heads else rows]
         codes, scales, minima = self._of.read(data.reshape(-1, self._of.bytes))
         count = len(data)
         return Groups(
@@ -80,6 +94,12 @@ class PackedRows:
             scales.reshape(count, -1),
             None if minima is None else minima.reshape(count, -1),
         )
+
+
+def rotary_halves(rows: int, heads: int) -> Tensor:
+    """Returns, for each row of the model, the row of a file with ``heads`` as in ``PackedRows``."""
+    order = torch.arange(rows)
+    return order.view(heads, -1, 2).transpose(1, 2).flatten() if heads else order
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]

@@ -150,11 +150,14 @@ class Decoder:
     whole_qk_norm: bool
     activation: str
     numbers: DecoderNumbers
+    dense_dtype: torch.dtype | None = None  # to which dense matrices are rounded when they are packed; None: their own
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations and of the cache."""
-        return torch.bfloat16 if isinstance(self.embedding, PackedRows) or self.packed else self.embedding.dtype
+        if isinstance(self.embedding, PackedRows) or self.packed:
+            return torch.bfloat16
+        return self.dense_dtype or self.embedding.dtype
 
     @property
     def packed(self) -> bool:

@@ -27,6 +27,7 @@ from mlserver_torch_stream.engine.native.groups import (
     row_order,
 )
 from mlserver_torch_stream.engine.native.packed_rows import PackedRows
+from mlserver_torch_stream.engine.native.panels_file import PanelsFile
 from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Rounding, quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
@@ -49,12 +50,12 @@ class Packer:
     def pack(self, parts: Sequence[tuple[Tensor, int]], order: Tensor, groups: int, format: int, to: Tensor) -> None:
         """Makes the kernels write panels of this ``format`` to ``to``, a tensor of bytes.
 
-        Each of the ``parts`` has rows ``[outputs, …]``, each row contiguous, and the number of the rows' block format.
-        ``order`` is the ``row_order`` of the parts. ``groups`` is the number of groups in a row or, for a dense row, of
-        32-bit words. Raises UnsupportedLayout if the kernels refuse the weights.
+        Each of the ``parts`` has the addresses of its rows, and the number of the rows' block format. ``order`` is the
+        ``row_order`` of the parts. ``groups`` is the number of groups in a row or, for a dense row, of 32-bit words.
+        Raises UnsupportedLayout if the kernels refuse the weights.
         """
-        addresses = [data.data_ptr() + torch.arange(len(data)) * data.stride(0) * data.itemsize for data, _ in parts]
-        kinds = [torch.full((len(data),), kind) for data, kind in parts]
+        addresses = [part for part, _ in parts]
+        kinds = [torch.full((len(part),), kind) for part, kind in parts]
         real = order >= 0
         rows = torch.zeros(len(order), 2, dtype=torch.long)
         rows[real] = torch.stack((torch.cat(addresses), torch.cat(kinds)), 1)[order[real]]
@@ -73,10 +74,17 @@ class GroupedMatrix:
     each panel has 16 rows of both.
     """
 
-    def __init__(self, parts: Sequence[Tensor | PackedRows], rounded: GroupFormat, interleaved: bool = False) -> None:
-        """``rounded`` is the format to which dense parts are rounded."""
+    def __init__(
+        self,
+        parts: Sequence[Tensor | PackedRows],
+        rounded: GroupFormat,
+        interleaved: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """``rounded`` is the format to which dense parts are rounded, after they have been converted to ``dtype``."""
         self._parts = parts
         self._rounded = rounded
+        self._dtype = dtype
         self.format = common_format([p.format if isinstance(p, PackedRows) else self._rounded for p in parts])
         self.order = row_order([part.shape[0] for part in parts], interleaved)
         self._inputs = int(parts[0].shape[1])
@@ -113,7 +121,7 @@ class GroupedMatrix:
         if any(part.shape[1] != self._inputs or part.data.stride(1) != 1 for part in parts):
             raise UnsupportedLayout(_OTHER_INPUTS)
         packer.pack(
-            [(part.data, part.number) for part in parts], self.order, self._inputs // GROUP, self.format.number, to
+            [(part.addresses, part.number) for part in parts], self.order, self._inputs // GROUP, self.format.number, to
         )
         if packer.compares:
             real = self.order >= 0
@@ -153,7 +161,11 @@ class GroupedMatrix:
             first += part.shape[0]
             if not len(places):
                 continue
-            packed = part.groups(rows) if isinstance(part, PackedRows) else quantise(part[rows], self._rounded)
+            packed = (
+                part.groups(rows)
+                if isinstance(part, PackedRows)
+                else quantise(part[rows].to(self._dtype), self._rounded)
+            )
             packed = packed.as_format(self.format)
             codes[places], scales[places] = packed.codes, packed.scales
             if minima is not None:
@@ -171,8 +183,13 @@ class PackedWeights:
     The embedding of an untied model is kept, not copied. ``size`` counts the bytes of the projections.
     """
 
-    def __init__(self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, packer: Packer, rounded: Rounding | None = None, file: PanelsFile | None = None
+    ) -> None:
         """``rounded`` is the format to which dense weights are rounded; None means that they are not rounded.
+
+        With a ``file`` the panels of an earlier load are mapped. If there are none, or if the panels are to be compared
+        with the weights, the weights are packed and the file is written.
 
         Raises UnsupportedLayout if the kernels do not support the weights.
         """
@@ -184,8 +201,20 @@ class PackedWeights:
         self._rounded = rounded
         self._decoder, self._packer, self._dtype = decoder, packer, decoder.dtype
         self.shape = _shape(decoder)
-        self._buffer = in_large_pages(sum(self._panels(each).bytes for each in decoder.projections), packer.kernels)
-        self.size = 0
+        size, kernels = sum(self._panels(each).bytes for each in decoder.projections), packer.kernels
+        mapped = None if file is None or packer.compares else file.read(size, kernels, packer.threads)
+        if mapped is None:
+            buffer = in_large_pages(size, kernels)
+            self.structure = self._structure(buffer, packs=True)
+            mapped = None if file is None else file.keep(buffer[:size], kernels, packer.threads)
+        if mapped is not None:  # other servers share this memory
+            self.structure = self._structure(mapped, packs=False)
+        del self._decoder, self._packer
+
+    def _structure(self, buffer: Tensor, packs: bool) -> c.KernelWeights:
+        """Returns the weights as the kernels read them from ``buffer``. With ``packs``, first packs them to there."""
+        decoder, self._buffer, self._packs, self.size = self._decoder, buffer, packs, 0
+        self._kept.clear()
         entries = (c.KernelLayer * len(decoder.layers))(*map(self._layer, decoder.layers))
         self._kept.append(entries)
         head = self._matrix(decoder.head)
@@ -194,15 +223,15 @@ class PackedWeights:
             table = self._matrix(decoder.table)
         elif isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
             embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
-        self.structure = c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
-        del self._decoder, self._packer
+        return c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
 
     def _panels(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | DenseMatrix:
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
             return DenseMatrix(projection.weights, self._dtype, interleaved)
         rounding = self._rounded or ROUNDED["int8"]  # dense tensors of a file with packed weights are rounded too
         format = rounding.head if projection is self._decoder.head else rounding.layers
-        return GroupedMatrix(projection.weights, format, interleaved)
+        dtype = None if self._rounded is None else self._dtype
+        return GroupedMatrix(projection.weights, format, interleaved, dtype)
 
     def _layer(self, layer: DecoderLayer) -> c.KernelLayer:
         norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.KernelNorms.NAMES]
@@ -219,7 +248,8 @@ class PackedWeights:
         panels = self._panels(projection, interleaved)
         packed = self._buffer[self.size : self.size + panels.bytes]
         self.size += panels.bytes
-        panels.pack(packed, self._packer)
+        if self._packs:
+            panels.pack(packed, self._packer)
         outputs, inputs = sum(weight.shape[0] for weight in projection.weights), projection.weights[0].shape[1]
         return c.KernelMatrix(packed.data_ptr(), outputs, inputs, self._bias(projection, panels.order), panels.number)
 
@@ -263,7 +293,8 @@ class DenseMatrix:
             )
         if any(part.shape[1] != inputs for part in dense):
             raise UnsupportedLayout(_OTHER_INPUTS)
-        packer.pack([(part, 0) for part in dense], self.order, bytes_of_row // 4, self.number, to)
+        addresses = [part.data_ptr() + torch.arange(len(part)) * bytes_of_row for part in dense]
+        packer.pack([(part, 0) for part in addresses], self.order, bytes_of_row // 4, self.number, to)
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:

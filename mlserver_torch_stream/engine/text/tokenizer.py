@@ -69,7 +69,7 @@ class TextCodec:
 
     def limit_prompts(self, max_tokens: int) -> None:
         """From now on, a text of more than ``max_tokens`` tokens is refused before the whole text is tokenized."""
-        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        longest, _ = self._vocabulary
         shrinks = not self._tokenizer.is_fast or self._tokenizer.backend_tokenizer.normalizer is not None
         self._max_characters = max_tokens * longest * (_MAY_SHRINK if shrinks else 1)
         self._max_tokens = max_tokens
@@ -79,13 +79,18 @@ class TextCodec:
         return isinstance(prompt, ChatPrompt) or (self._may_be_slow and isinstance(prompt, TextPrompt))
 
     @cached_property
+    def _vocabulary(self) -> tuple[int, int]:
+        """The number of characters of the longest token, and the highest id. It takes 0.2 s to read 256,000 tokens."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return max(map(len, vocabulary), default=1), max(vocabulary.values(), default=-1)
+
+    @property
     def vocab_size(self) -> int:
         """The highest id plus 1, added tokens included.
 
         This exceeds the number of tokens if some ids are unused.
         """
-        ids: Iterable[int] = self._tokenizer.get_vocab().values()
-        return max(ids) + 1
+        return self._vocabulary[1] + 1
 
     @property
     def has_chat_template(self) -> bool:

@@ -70,6 +70,11 @@ int native_pack(const native::PackCall* call, int threads) {
     return status_of([&] { native::pack(*call, threads); });
 }
 
+// Sets `to` to a digest of bytes.
+int native_digest(const uint8_t* bytes, int64_t count, int threads, uint64_t* to) {
+    return status_of([&] { *to = native::digest(bytes, count, threads); });
+}
+
 void native_destroy(void* decoder) { delete static_cast<native::AnyDecoder*>(decoder); }
 
 // Runs on `threads` threads of the pool, or only on the caller's if `parallel` is null.

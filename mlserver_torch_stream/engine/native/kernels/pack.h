@@ -266,6 +266,22 @@ inline void pack_words(const PackCall& call, int64_t panel) {
     }
 }
 
+// Calls work(i) for each i below `count`, on `threads` threads.
+template <class Work> void on_threads(int64_t count, int threads, const Work& work) {
+    std::atomic<int64_t> next{0};
+    const auto serve = [&] {
+        for (int64_t i; (i = next.fetch_add(1)) < count;) work(i);
+    };
+    std::vector<std::thread> others;
+    others.reserve((size_t)threads);
+    try {
+        for (int i = 1; i < threads; i++) others.emplace_back(serve);
+    } catch (const std::exception&) {  // fewer threads do the work as well
+    }
+    serve();
+    for (std::thread& other : others) other.join();
+}
+
 // Packs on `threads` threads. Throws if a scale is not finite in fp16.
 inline void pack(const PackCall& call, int threads) {
     const auto work = [&](int64_t panel) {
@@ -279,22 +295,35 @@ inline void pack(const PackCall& call, int threads) {
             default: return pack_panel_of<EightMinHalves>(call, panel);
         }
     };
-    const int64_t panels = call.outputs / 32;
     std::atomic<bool> finite{true};
-    std::atomic<int64_t> next{0};
-    const auto serve = [&] {
-        for (int64_t panel; (panel = next.fetch_add(1)) < panels;)
-            if (!work(panel)) finite = false;
-    };
-    std::vector<std::thread> others;
-    others.reserve((size_t)threads);
-    try {
-        for (int i = 1; i < threads; i++) others.emplace_back(serve);
-    } catch (const std::exception&) {  // fewer threads do the work as well
-    }
-    serve();
-    for (std::thread& other : others) other.join();
+    on_threads(call.outputs / 32, threads, [&](int64_t panel) {
+        if (!work(panel)) finite = false;
+    });
     if (!finite) throw std::runtime_error("weights that are not finite, or larger than float16 holds");
+}
+
+// Returns a digest of bytes, which finds damage but not forgery: each word is mixed in as XXH64 does it.
+inline uint64_t digest(const uint8_t* bytes, int64_t count, int threads) {
+    constexpr uint64_t kFirst = 0x9E3779B185EBCA87, kSecond = 0xC2B2AE3D27D4EB4F;
+    constexpr int64_t kPart = 1 << 22, kLanes = 4, kStride = kLanes * sizeof(uint64_t);
+    const auto mix = [](uint64_t sum, uint64_t word) {
+        sum += word * kSecond;
+        return (sum << 31 | sum >> 33) * kFirst;
+    };
+    std::vector<uint64_t> parts((count + kPart - 1) / kPart);
+    on_threads((int64_t)parts.size(), threads, [&](int64_t part) {
+        uint64_t sums[kLanes] = {}, words[kLanes];
+        const int64_t end = std::min(count, (part + 1) * kPart);
+        for (int64_t at = part * kPart; at < end; at += kStride) {
+            if (end - at < kStride) memset(words, 0, sizeof words);
+            memcpy(words, bytes + at, std::min(kStride, end - at));
+            for (int i = 0; i < kLanes; i++) sums[i] = mix(sums[i], words[i]);
+        }
+        for (uint64_t sum : sums) parts[part] = mix(parts[part], sum);
+    });
+    uint64_t all = (uint64_t)count;
+    for (uint64_t part : parts) all = mix(all, part);
+    return all;
 }
 
 }  // namespace native

@@ -1,0 +1,103 @@
+"""Keeps the panels of a model's packed weights in a file, which later loads map instead of packing the weights again.
+
+Servers that map the same file share its memory. Panels do not depend on the chip. Each load reads all bytes of the
+file, so a damaged file is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from mlserver_torch_stream.engine.kept_files import keep, kept_files, remove_abandoned
+from mlserver_torch_stream.engine.machine import PANELS_SUFFIX
+from mlserver_torch_stream.engine.mapped_file import map_file
+
+logger = logging.getLogger(__name__)
+
+_UNUSED_S = 30 * 24 * 3600.0  # as long as a converted GGUF file is kept
+_NATIVE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class PanelsFile:
+    """The file in ``folder`` with the panels of the weights that ``weights`` names, such as a digest.
+
+    ``folder`` has one file for each model at most, and none that no load has used for 30 days.
+    """
+
+    folder: Path
+    weights: str
+
+    def read(self, size: int, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
+        """Maps the panels, ``size`` bytes, read-only; returns None if there is no file that can be trusted."""
+        mapped: dict[Path, Tensor] = {}
+
+        def digest(path: Path) -> str:
+            mapped[path] = map_file(path)
+            return _digest(mapped[path], kernels, threads)
+
+        for path in kept_files(self.folder, f"{self._stem}-*{PANELS_SUFFIX}", digest):
+            panels, stem = mapped[path][:size], mapped[path][size:]
+            if bytes(stem.tolist()) == self._stem.encode():  # else it has been renamed
+                with suppress(OSError):  # a read-only folder
+                    os.utime(path)
+                return panels
+        return None
+
+    def keep(self, panels: Tensor, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
+        """Writes the panels and maps them. If the folder cannot be written, logs one line and returns None."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self.folder)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".writing-") as place:
+                made = Path(place, f"made{PANELS_SUFFIX}")
+                with made.open("wb") as file:
+                    file.write(panels.numpy().data)
+                    file.write(self._stem.encode())
+                # The digest of each load covers all bytes, so the load need not wait until the disk has them.
+                kept = keep(
+                    made, self.folder, self._stem, lambda path: _digest(map_file(path), kernels, threads), False
+                )
+            if kept is None:
+                return None
+            self._forget_others(kept)
+            return map_file(kept)[: len(panels)]
+        except OSError as error:
+            logger.info("The packed weights are not kept: %s cannot be written: %s", self.folder, error.strerror)
+            return None
+
+    @property
+    def _stem(self) -> str:
+        return f"{self.weights}-{_layout()}"
+
+    def _forget_others(self, kept: Path) -> None:
+        for path in self.folder.glob(f"*{PANELS_SUFFIX}"):
+            same_model = path.name.startswith(f"{self.weights}-") and path != kept
+            if same_model or path.stat().st_mtime < time.time() - _UNUSED_S:
+                path.unlink(missing_ok=True)
+
+
+@cache
+def _layout() -> str:
+    """Returns a digest of the code that packs weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted((*_NATIVE.glob("*.py"), *(_NATIVE / "kernels").iterdir())):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(panels: Tensor, kernels: ctypes.CDLL, threads: int) -> str:
+    digest = ctypes.c_uint64()
+    kernels.native_digest(panels.data_ptr(), len(panels), threads, ctypes.byref(digest))
+    return f"{digest.value:016x}"

@@ -1,0 +1,81 @@
+"""How much memory a load takes at most, anonymous and shared: hardly more than the weights, at every start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.tiny import tiny_model as make_tiny_model
+from tests.engine.tiny_gguf import write_tiny_gguf
+
+_LOAD = """
+import json, sys, threading
+from pathlib import Path
+from tests.engine.test_record import loaded
+
+def held():
+    sizes = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+
+def sample():
+    while not done.wait(0.005):
+        peaks.append(held())
+
+peaks, done = [], threading.Event()
+sampler = threading.Thread(target=sample)
+sampler.start()
+prepared, checks = loaded(Path(sys.argv[1]), Path(sys.argv[2]), **json.loads(sys.argv[3]))
+done.set()
+sampler.join()
+print(json.dumps([max(peaks), prepared.choice.forward._weights.size, checks]))
+"""
+_BESIDE = 400 * 10**6  # imports, the tokenizer, activations of the checks
+
+
+def peak(model: Path, cache: Path, **extra: object) -> tuple[int, int, dict[str, int]]:
+    """Returns a load's peak of anonymous and shared memory, the size of the weights, and the checks by reason."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _LOAD, str(model), str(cache), json.dumps(extra)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
+    most, weights, checks = json.loads(run.stdout.splitlines()[-1])
+    return most, weights, checks
+
+
+@pytest.fixture
+def cache(tmp_path: Path, folder: Path) -> Path:
+    """A cache folder that contains only the kernels."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(folder / "kernels")
+    return tmp_path / "cache"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_packed_weights_are_in_memory_once_at_the_first_start_and_mapped_later(tmp_path: Path, cache: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "model.gguf", kinds=("Q8_0",), hidden=2048, layers=14)
+    first, weights, checks = peak(file, cache, weights="packed")
+    assert weights > 500 * 10**6 and checks == {"new": 1}
+    assert first < 1.15 * weights + _BESIDE
+    later, _, checks = peak(file, cache, weights="packed")
+    assert not checks and later < _BESIDE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_later_start_has_dense_weights_in_memory_once(stored: torch.dtype, tmp_path: Path, cache: Path) -> None:
+    """A file in float32 is converted one matrix at a time."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "head_dim": 64}
+    model = make_tiny_model("llama", **sizes, num_attention_heads=16, num_key_value_heads=16)
+    model.to(stored).save_pretrained(tmp_path / "model")
+    del model
+    assert peak(tmp_path / "model", cache, dtype="bfloat16")[2] == {"new": 1}
+    later, weights, checks = peak(tmp_path / "model", cache, dtype="bfloat16")
+    assert weights > 500 * 10**6 and not checks
+    assert later < 1.15 * weights + _BESIDE

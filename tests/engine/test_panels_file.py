@@ -1,0 +1,140 @@
+"""Later loads map the panels of packed weights; panels that cannot be trusted are made anew and change no token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlserver_torch_stream.engine.native import panels_file
+from mlserver_torch_stream.engine.native.weights import Packer
+from tests.engine.test_native_compile import needs_permissions
+from tests.engine.test_record import become_a_link, change_a_byte, cut, empty, loaded, logits, reasons, start
+from tests.engine.tiny_gguf import write_tiny_gguf
+
+_KINDS = ("Q8_0", "F16", "Q4_1")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_gguf(tmp_path / "tiny.gguf", kinds=_KINDS, hidden=256)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, folder: Path) -> Path:
+    """A cache folder that contains only the kernels."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(folder / "kernels")
+    return tmp_path / "cache"
+
+
+def panels(cache: Path) -> list[Path]:
+    return sorted((cache / "panels").glob("*.panels"))
+
+
+def mappings() -> str:
+    return Path("/proc/self/maps").read_text()
+
+
+def test_a_later_start_maps_the_panels_and_packs_nothing(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, counts = loaded(model, cache, weights="packed")
+    assert counts == {"new": 1}
+    (file,) = panels(cache)
+    monkeypatch.setattr(Packer, "pack", None)
+    monkeypatch.setattr("mlserver_torch_stream.engine.native.weights.pack_groups", None)
+    again, counts = loaded(model, cache, weights="packed")
+    assert not counts and panels(cache) == [file]
+    assert str(file) in mappings()
+    assert torch.equal(logits(again), logits(first))
+
+
+def rename_that_of_another_model(path: Path) -> None:
+    """Puts the panels of a model of the same shapes in the place of this model's."""
+    folder = path.parent.parent.parent
+    other = write_tiny_gguf(folder / "other.gguf", seed=1, kinds=_KINDS, hidden=256)
+    loaded(other, path.parent.parent, weights="packed")
+    (its_own,) = {*panels(path.parent.parent)} - {path}
+    digest = its_own.stem.rpartition("-")[2]
+    its_own.rename(path.with_name(f"{path.stem.rpartition('-')[0]}-{digest}.panels"))
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        cut,
+        change_a_byte,
+        empty,
+        lambda path: path.unlink(),
+        lambda path: path.chmod(0o664),
+        become_a_link,
+        pytest.param(rename_that_of_another_model, marks=pytest.mark.long),
+    ],
+)
+def test_panels_that_cannot_be_trusted_are_made_anew(harm: Callable[[Path], None], model: Path, cache: Path) -> None:
+    expected = logits(loaded(model, cache, weights="packed")[0])
+    (file,) = panels(cache)
+    content = file.read_bytes()
+    harm(file)
+    again, counts = loaded(model, cache, weights="packed")
+    assert not counts  # what the checks have found does not depend on the file
+    assert torch.equal(logits(again), expected)
+    assert content in [path.read_bytes() for path in panels(cache)]
+
+
+def test_other_code_writes_panels_of_its_own_and_removes_the_old_ones(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(model, cache, weights="packed")
+    old = panels(cache)
+    unused, used = (cache / "panels" / f"{name}-0-0.panels" for name in ("unused", "used"))
+    for path, age in ((unused, 31), (used, 29)):
+        path.touch()
+        os.utime(path, (path.stat().st_mtime - age * 24 * 3600,) * 2)
+    monkeypatch.setattr(panels_file, "_layout", lambda: "other")
+    loaded(model, cache, weights="packed")
+    assert len(panels(cache)) == 2 and used in panels(cache) and old[0] not in panels(cache)
+
+
+def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(
+    model: Path, cache: Path, tmp_path: Path
+) -> None:
+    expected = logits(loaded(model, cache, weights="packed")[0])
+    kept = panels(cache)
+    (tmp_path / "moved").mkdir()
+    moved = model.rename(tmp_path / "moved" / model.name)
+    assert torch.equal(logits(loaded(moved, cache, weights="packed")[0]), expected)
+    assert panels(cache) == kept and len(list(cache.glob("tiny-*.lock"))) == 1
+
+
+@pytest.mark.slow
+def test_two_servers_may_pack_at_once(model: Path, cache: Path) -> None:
+    loaded(model, cache, weights="packed")
+    panels(cache)[0].unlink()
+    both = [start(model, cache, weights="packed") for _ in range(2)]
+    assert [reasons(process) for process in both] == ["", ""]
+    assert len(panels(cache)) == 1
+
+
+@pytest.mark.slow
+@needs_permissions
+def test_a_folder_that_may_only_be_read_is_used_and_without_panels_the_weights_are_packed_in_memory(
+    model: Path, cache: Path
+) -> None:
+    loaded(model, cache, weights="packed")
+    folder = cache / "panels"
+    folder.chmod(0o555)
+    try:
+        assert reasons(start(model, cache, weights="packed")) == ""
+        folder.chmod(0o755)
+        panels(cache)[0].unlink()
+        folder.chmod(0o555)
+        assert reasons(start(model, cache, weights="packed")) == ""
+        assert not panels(cache)
+    finally:
+        folder.chmod(0o755)
