@@ -13,7 +13,8 @@
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`: a folder, an archive or a URL for pip; default: its main branch
 #   ONLY           which tests `make test-clients` and `make test-vllm` run, an expression for pytest's -k; default: all
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
-#   LLAMA_CPP      the folder of llama.cpp's convert_hf_to_gguf.py, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
+#   LLAMA_CPP      the folder of llama.cpp's sources, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
+#   LLAMA_CPP_BIN  the folder of its llama-server and llama-quantize; default: build/bin in LLAMA_CPP
 #   DOCS_DIR       where `make docs` puts the site; default: build/docs
 #   LOCK_OPTIONS   options of `make lock`, such as --upgrade; by default, versions that still fit are kept
 #   SOAK_REQUESTS  requests of `make soak`; default: 1000000
@@ -37,6 +38,7 @@ TEST_WORKERS ?= 3
 ONLY ?=
 TORCHSERVE_EXAMPLES ?=
 LLAMA_CPP ?= $(VENV)/llama.cpp
+LLAMA_CPP_BIN ?= $(LLAMA_CPP)/build/bin
 MLSERVER_SOURCE ?= git+https://github.com/SeldonIO/MLServer
 LOCK_OPTIONS ?=
 SOAK_REQUESTS ?= 1000000
@@ -64,7 +66,9 @@ HANDLERS_TESTS := tests/torchserve/test_built_in.py
 MLSERVER := $(VENV)/mlserver
 MLSERVER_TESTS := tests/test_hooks.py tests/test_readme.py tests/server tests/protocol
 LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
-GGUF_TESTS := tests/engine/test_gguf_converter.py
+GGUF_TESTS := tests/engine/test_gguf_converter.py tests/engine/test_gguf_llama_cpp.py
+LLAMA_CPP_OPTIONS := -DCMAKE_BUILD_TYPE=Release $(patsubst %,-D%=OFF,LLAMA_CURL LLAMA_OPENSSL LLAMA_BUILD_TESTS \
+	LLAMA_BUILD_EXAMPLES BUILD_SHARED_LIBS)
 VLLM := $(VENV)/vllm
 VLLM_TESTS := tests/engine/test_vllm_itself.py tests/engine/test_vllm_tokens.py tests/server/test_vllm_itself.py
 CLIENT_TESTS := $(abspath $(VENV))/clients
@@ -122,20 +126,26 @@ test-long: $(INSTALLED) ## the tests that take half a second or more of computin
 	$(BIN)/python -m pytest -m 'long and not slow' -q -n $(TEST_WORKERS)
 
 test-all: $(INSTALLED) $(TORCHAO)/.installed $(HANDLERS)/.installed ## all tests
-	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
+	LLAMA_CPP='$(LLAMA_CPP)' LLAMA_CPP_BIN='$(LLAMA_CPP_BIN)' \
+		$(BIN)/python -m pytest -q --hypothesis-profile random --ignore $(TORCHAO_TESTS) --ignore $(HANDLERS_TESTS)
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 	PYTHONPATH=$(HANDLERS) $(BIN)/python -m pytest -q $(HANDLERS_TESTS)
 
-# The converter and its package gguf, from a source archive that has all of llama.cpp. Nothing is compiled.
-$(VENV)/llama.cpp/convert_hf_to_gguf.py: | $(INSTALLED)
+# From a source archive that has all of llama.cpp.
+$(VENV)/llama.cpp/CMakeLists.txt: | $(INSTALLED)
 	rm -rf $(VENV)/llama.cpp
 	mkdir -p $(VENV)/llama.cpp
 	$(PIP) download --quiet --progress-bar off --no-deps --no-binary llama-cpp-python --dest $(VENV)/llama.cpp \
 		$(LLAMA_CPP_PYTHON)
-	tar -xzf $(VENV)/llama.cpp/*.tar.gz -C $(VENV)/llama.cpp --strip-components 3 --wildcards \
-		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/conversion/*' '*/vendor/llama.cpp/gguf-py/gguf/*'
+	tar -xzf $(VENV)/llama.cpp/*.tar.gz -C $(VENV)/llama.cpp --strip-components 3 --wildcards '*/vendor/llama.cpp/*'
 	rm $(VENV)/llama.cpp/*.tar.gz
 	@touch $@
+
+$(LLAMA_CPP_BIN)/llama-server: | $(LLAMA_CPP)/CMakeLists.txt
+	@echo 'Building llama.cpp in $(LLAMA_CPP)/build; this takes some minutes'
+	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build $(LLAMA_CPP_OPTIONS) \
+		-DCMAKE_RUNTIME_OUTPUT_DIRECTORY='$(abspath $(LLAMA_CPP_BIN))' > $(LLAMA_CPP)/build.log
+	cmake --build $(LLAMA_CPP)/build --target llama-quantize llama-server --parallel >> $(LLAMA_CPP)/build.log
 
 # The environments of the clients are kept, and so are the names of the tests that have passed, until all of them have.
 test-clients: $(INSTALLED) ## the clients and tools of docs/compatibility.md; the next run continues an interrupted one
@@ -144,8 +154,8 @@ test-clients: $(INSTALLED) ## the clients and tools of docs/compatibility.md; th
 		$(BIN)/python -m pytest -p tests.resuming -q -m slow tests/clients $(if $(ONLY),-k '$(ONLY)')
 	$(if $(ONLY),,rm -f $(CLIENT_TESTS)/passed)
 
-test-gguf: $(INSTALLED) $(LLAMA_CPP)/convert_hf_to_gguf.py ## compares GGUF files of llama.cpp's converter with the models they were made from
-	LLAMA_CPP='$(LLAMA_CPP)' $(BIN)/python -m pytest -q $(GGUF_TESTS)
+test-gguf: $(INSTALLED) $(LLAMA_CPP_BIN)/llama-server ## compares files of llama.cpp's converter with the models they were made from, and with llama.cpp
+	LLAMA_CPP='$(LLAMA_CPP)' LLAMA_CPP_BIN='$(LLAMA_CPP_BIN)' $(BIN)/python -m pytest -q $(GGUF_TESTS)
 
 # An environment with another MLServer and the libraries of .venv, which come later on the path. MLServer is installed
 # without dependencies, because some locked versions are newer than its main branch allows.

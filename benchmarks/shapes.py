@@ -51,7 +51,7 @@ SHAPES = {
     "3B": Shape(3072, 8192, 28, 24, 8),
     "8B": Shape(4096, 14336, 32, 32, 8, tied=False),
 }
-BITS = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.6}  # for each weight
+BITS = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5, "q4_k": 4.6, "q4_k_m": 4.9, "q6_k": 6.6}  # for each weight
 
 
 @contextmanager

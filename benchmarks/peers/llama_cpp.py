@@ -18,7 +18,8 @@ from benchmarks.peers.peer import Peer, PeerUnavailable
 _SOURCE = "llama-cpp-python==0.3.36"
 _VENDORED = "llama_cpp_python-*/vendor/llama.cpp"
 _OFF = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "BUILD_SHARED_LIBS")
-_QUANTISED = {"q4_0": "Q4_0", "q4_k": "Q4_K_S"}  # made by llama-quantize, not by the converter
+# Made by llama-quantize, not by the converter.
+_QUANTISED = {"q4_0": "Q4_0", "q4_k": "Q4_K_S", "q4_k_m": "Q4_K_M", "q6_k": "Q6_K"}
 _SLOTS = 32
 _SLOT_CONTEXT = 2304  # tokens: the longest prompt of the default cases, and its answer
 
@@ -79,7 +80,7 @@ class LlamaCpp(Peer):
             self.convert("bf16")
 
     def convert(self, kind: str) -> Path:
-        """Returns a GGUF file in ``bf16``, ``q8_0``, ``q4_0`` or ``q4_k``. Raises PeerUnavailable if it is not made."""
+        """Returns a GGUF file in a format of ``shapes.BITS``. Raises PeerUnavailable if it is not made."""
         made = self._converted(kind)
         if not made.is_file():
             partial = made.with_suffix(".partial")

@@ -28,7 +28,7 @@ def test_all_peers_are_asked_with_bf16_and_those_that_read_gguf_files_with_other
     ("arguments", "said"),
     [
         (["--format", "own", "--peers", "vllm"], "'vllm' reads no GGUF files; those that do are llama.cpp, openvino"),
-        (["--format", "q5"], "--format: 'q5' is not one of bf16, q8_0, q4_0, q4_k, own"),
+        (["--format", "q5"], "--format: 'q5' is not one of bf16, q8_0, q4_0, q4_k, q4_k_m, q6_k, own"),
         (["--shape", "1.5B,2B"], "--shape: '2B' is not one of"),
         (["--shape", "1.5B", "--format", "own"], "--format own: cannot be combined with --shape"),
     ],

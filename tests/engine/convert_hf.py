@@ -6,9 +6,32 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+CONVERTER = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))
+IS_THERE = (CONVERTER / "convert_hf_to_gguf.py").is_file()
+
+
+def convert(models: Mapping[str, Any], place: Path, kinds: Sequence[str]) -> Path:
+    """Makes ``NAME/KIND.gguf`` in ``place`` for each model."""
+    from tests.engine.tiny_gguf import TOKENS
+
+    vocabulary = {"model": {"vocab": {token: number for number, token in enumerate(TOKENS)}}, "added_tokens": []}
+    for name, model in models.items():
+        model.save_pretrained(place / name)
+        (place / name / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    for kind in kinds:
+        paths = [str(place / name / last) for name in models for last in ("", f"{kind}.gguf")]
+        command = [sys.executable, __file__, str(CONVERTER), kind, *paths]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert run.returncode == 0, run.stderr[-3000:]
+    return place
 
 
 def main(converter: Path, outtype: str, *paths: str) -> None:

@@ -1,14 +1,10 @@
 """Files written by llama.cpp's own converter give the tokens of the models from which they were made.
 
-``make test-gguf`` downloads the converter and runs these tests; otherwise ``LLAMA_CPP`` names its folder.
+``make test-gguf`` downloads llama.cpp and runs these tests; otherwise ``LLAMA_CPP`` names its folder.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +14,14 @@ import pytest
 
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
-from tests.engine import convert_hf
+from tests.engine.convert_hf import IS_THERE, convert
 from tests.engine.gguf_originals import BY_TRANSFORMERS, ORIGINALS, make_original, write_original
 from tests.engine.test_gguf_originals import WITHOUT_KERNELS, check_same
-from tests.engine.tiny_gguf import TOKENS
-
-CONVERTER = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not (CONVERTER / "convert_hf_to_gguf.py").is_file(),
+        not IS_THERE,
         reason="LLAMA_CPP names no folder with convert_hf_to_gguf.py; make test-gguf downloads one",
     ),
 ]
@@ -37,17 +30,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``NAME/f32.gguf`` and ``NAME/q8_0.gguf`` for each original model."""
-    place = tmp_path_factory.mktemp("converted")
-    for name in ORIGINALS | BY_TRANSFORMERS:
-        make_original(name).save_pretrained(place / name)
-        vocabulary = {"model": {"vocab": {token: number for number, token in enumerate(TOKENS)}}, "added_tokens": []}
-        (place / name / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    for kind in ("f32", "q8_0"):
-        paths = [str(place / name / last) for name in ORIGINALS | BY_TRANSFORMERS for last in ("", f"{kind}.gguf")]
-        command = [sys.executable, convert_hf.__file__, str(CONVERTER), kind, *paths]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert run.returncode == 0, run.stderr[-3000:]
-    return place
+    models = {name: make_original(name) for name in ORIGINALS | BY_TRANSFORMERS}
+    return convert(models, tmp_path_factory.mktemp("converted"), ("f32", "q8_0"))
 
 
 @pytest.mark.parametrize("kind", ["f32", "q8_0"])

@@ -85,6 +85,24 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
     assert (got - exact[-1]).pow(2).mean().sqrt() < 0.1 * exact.std()
 
 
+# The formats of the two tables and then of each layer's matrices: queries, keys, values, attention output, gates, ups
+# and down.
+_MIXTURES = {
+    "Q4_K_M": ("Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q5_K", "Q6_K"),
+    "Q6_K": ("Q6_K",),
+}
+
+
+@pytest.mark.parametrize("name", _MIXTURES)
+def test_weights_take_hardly_more_memory_than_the_file(name: str, tmp_path: Path, folder: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=_MIXTURES[name], hidden=512, layers=1)
+    write_packed(file, tmp_path)
+    with torch.inference_mode():
+        forward = NativeForward(load_packed(tmp_path).model, KernelOptions(2, folder))
+    assert forward._weights.size <= 1.12 * file.stat().st_size
+
+
 def built_of(file: Path, cache: Path, **extra: Any) -> BuiltEngine:
     given = {"cache_dir": str(cache), "weights": "packed", **extra}
     return build_engine(parse_settings(str(file), given, environ={}), "m", resources=ProcessResources())

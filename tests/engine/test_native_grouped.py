@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_ke
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
 from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
-from mlserver_torch_stream.engine.native.weights import DenseMatrix, GroupedMatrix, Packer
+from mlserver_torch_stream.engine.native.weights import DenseMatrix, GroupedMatrix, Packer, grouped_matrices
 
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # else (0,)
 ROWS = [1, 2, 3, 5, 6, 7, 12, 17, 40]
@@ -49,10 +50,21 @@ def by_gguf(rows: PackedRows) -> torch.Tensor:
 
 
 def products(kernels: ctypes.CDLL, matrix: GroupedMatrix, a: torch.Tensor, threads: int = 2) -> torch.Tensor:
-    outputs = len(matrix.order)
-    panels = torch.zeros(matrix.bytes, dtype=torch.uint8)
-    matrix.pack(panels, Packer(kernels, threads))
-    given = c.KernelMatrix(panels.data_ptr(), outputs, a.shape[1], None, matrix.format.number)
+    return products_of_runs(kernels, [matrix], a, threads)
+
+
+def products_of_runs(
+    kernels: ctypes.CDLL, matrices: list[GroupedMatrix], a: torch.Tensor, threads: int = 2
+) -> torch.Tensor:
+    outputs = sum(len(matrix.order) for matrix in matrices)
+    panels = [torch.zeros(matrix.bytes, dtype=torch.uint8) for matrix in matrices]
+    for matrix, to in zip(matrices, panels, strict=True):
+        matrix.pack(to, Packer(kernels, threads))
+    runs = [
+        c.KernelRun(to.data_ptr(), len(matrix.order), matrix.number)
+        for matrix, to in zip(matrices, panels, strict=True)
+    ]
+    given = c.KernelMatrix.of(a.shape[1], *runs)
     out = torch.full((len(a), outputs), float("nan"))
     assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), len(a), out.data_ptr(), threads) == 0
     return out
@@ -90,6 +102,26 @@ def test_parts_of_different_formats_share_a_matrix(first: str, second: str, kern
     check_products(kernels, GroupedMatrix([one, other], INT8), torch.cat((by_gguf(one), dense)))
 
 
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "dense", "Q5_K"), ("Q4_0", "Q8_0", "Q4_0")])
+def test_each_part_of_whole_panels_keeps_its_format(kinds: tuple[str, ...], kernels: ctypes.CDLL) -> None:
+    parts = [
+        torch.randn(outputs, 512) if kind == "dense" else random_blocks(kind, outputs)
+        for kind, outputs in zip(kinds, (64, 32, 40), strict=True)
+    ]
+    runs = grouped_matrices(parts, INT8)
+    own = [part.format if isinstance(part, PackedRows) else INT8 for part in parts]
+    assert [run.format for run in runs] == own
+    a = torch.randn(7, 512, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([products(kernels, GroupedMatrix([part], INT8), a) for part in parts], 1)
+    assert torch.equal(products_of_runs(kernels, runs, a), alone)
+
+
+def test_parts_of_one_format_or_in_one_panel_are_one_run() -> None:
+    assert len(grouped_matrices([random_blocks("Q4_0", 32)] * 3, INT8)) == 1
+    assert len(grouped_matrices([random_blocks("Q4_0", 40), random_blocks("Q8_0", 32)], INT8)) == 1
+    assert len(grouped_matrices([random_blocks("Q4_0", 32), random_blocks("Q8_0", 32)], INT8, interleaved=True)) == 1
+
+
 @pytest.mark.parametrize("outputs", [16, 40])
 def test_gates_and_ups_lie_in_turn(outputs: int, kernels: ctypes.CDLL) -> None:
     gates, ups = random_blocks("Q4_1", outputs), random_blocks("Q8_0", outputs)
@@ -101,12 +133,11 @@ def test_gates_and_ups_lie_in_turn(outputs: int, kernels: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("inputs", [2, 30, 32, 60, 576])
-@pytest.mark.parametrize("format", [INT8, INT4, formats.EIGHT_MIN_HALVES])
+@pytest.mark.parametrize("format", [INT8, INT4, formats.FIVE_MIN, formats.SIX_HALVES, formats.EIGHT_MIN_HALVES])
 def test_a_row_gets_the_same_bits_in_any_company(format: GroupFormat, inputs: int, kernels: ctypes.CDLL) -> None:
     weight = torch.randn(70, inputs, generator=torch.Generator().manual_seed(3))
-    matrix = GroupedMatrix([weight], INT8 if format.scales == 2 else format)
-    if format.scales == 2:
-        matrix.format = format
+    matrix = GroupedMatrix([weight], INT4 if 4 < format.bits < 8 else INT8 if format.scales == 2 else format)
+    matrix.format = format
     a = torch.randn(max(ROWS), inputs, generator=torch.Generator().manual_seed(4))
     whole = products(kernels, matrix, a)
     for rows in ROWS:
@@ -125,13 +156,14 @@ def test_an_activation_that_is_no_number_does_not_get_lost(value: float, kernels
 
 def test_extremes_of_codes_and_activations_do_not_overflow(kernels: ctypes.CDLL) -> None:
     """Codes and activations at their extremes give the largest sums of pairs, which must fit into 16 bits."""
-    for format, code in ((INT8, 0), (INT8, 255), (INT4, 15), (INT4, 0)):
+    for format, code in product((INT8, INT4, formats.FIVE, formats.FIVE_MIN, formats.SIX_HALVES), (0, -1)):
         minima = torch.zeros(32, 4) if format.minimum else None
-        groups = Groups(format, torch.full((32, 4 * GROUP), code, dtype=torch.uint8), torch.ones(32, 4), minima)
+        codes = torch.full((32, 4 * GROUP), code % 2**format.bits, dtype=torch.uint8)
+        groups = Groups(format, codes, torch.ones(32, 4 * format.scales), minima)
         panels = torch.zeros(4 * format.block_bytes, dtype=torch.uint8)
         pack_groups(groups, panels)
         for a in (torch.ones(1, 4 * GROUP), -torch.ones(1, 4 * GROUP)):
-            given = c.KernelMatrix(panels.data_ptr(), 32, 4 * GROUP, None, format.number)
+            given = c.KernelMatrix.of(4 * GROUP, c.KernelRun(panels.data_ptr(), 32, format.number))
             out = torch.empty(1, 32)
             assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), 1, out.data_ptr(), 1) == 0
             assert torch.allclose(out, a @ groups.dense().t(), rtol=1e-5)
@@ -221,7 +253,7 @@ def test_other_cpus_get_the_same_integers(name: str, tmp_path: Path, folder: Pat
         rows = random_blocks(kind, 40)
         check_products(variant, GroupedMatrix([rows], INT8), by_gguf(rows))
     test_extremes_of_codes_and_activations_do_not_overflow(variant)
-    for format in (INT8, INT4):
+    for format in (INT8, INT4, formats.FIVE_MIN, formats.SIX_HALVES):
         test_a_row_gets_the_same_bits_in_any_company(format, 60, variant)
 
 

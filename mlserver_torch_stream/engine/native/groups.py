@@ -1,7 +1,7 @@
 """Represents weights as small integers, in groups of 32 inputs with one or two scales and perhaps a minimum.
 
 The kernels read int8 weights, int4 weights and the weights of all GGUF formats in this form. A weight is ``scale *
-(code - offset) + minimum``. The offset is 128 for codes of 8 bits; for codes of 4 bits it is 8, or 0 if there is a
+(code - offset) + minimum``. The offset is the middle of the codes; it is 0 for codes of less than 8 bits if there is a
 minimum.
 """
 
@@ -32,7 +32,7 @@ class GroupFormat:
     @property
     def offset(self) -> int:
         """The code that stands for zero, before the minimum is added."""
-        return 128 if self.bits == 8 else 0 if self.minimum else 8
+        return 0 if self.minimum and self.bits < 8 else 1 << (self.bits - 1)
 
     @property
     def block_bytes(self) -> int:
@@ -42,11 +42,12 @@ class GroupFormat:
 
 FOUR = GroupFormat(1, 4, False, 1)
 FOUR_MIN = GroupFormat(2, 4, True, 1)
-EIGHT = GroupFormat(3, 8, False, 1)
-EIGHT_MIN = GroupFormat(4, 8, True, 1)
-EIGHT_HALVES = GroupFormat(5, 8, False, 2)
-EIGHT_MIN_HALVES = GroupFormat(6, 8, True, 2)
-_FORMATS = (FOUR, FOUR_MIN, EIGHT, EIGHT_MIN, EIGHT_HALVES, EIGHT_MIN_HALVES)
+FIVE = GroupFormat(3, 5, False, 1)
+FIVE_MIN = GroupFormat(4, 5, True, 1)
+SIX_HALVES = GroupFormat(5, 6, False, 2)
+EIGHT = GroupFormat(6, 8, False, 1)
+EIGHT_MIN_HALVES = GroupFormat(7, 8, True, 2)
+_FORMATS = (FOUR, FOUR_MIN, FIVE, FIVE_MIN, SIX_HALVES, EIGHT, EIGHT_MIN_HALVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,10 @@ class Groups:
         scales = self.scales.repeat_interleave(format.scales // self.format.scales, 1)
         first = self.scales[:, :: self.format.scales]
         minima = torch.zeros_like(first) if self.minima is None else self.minima
-        if format.bits == self.format.bits:
-            shift = format.offset - self.format.offset
+        shift = format.offset - self.format.offset
+        if shift < 0:
             minima = minima + shift * first  # a power of two: nothing is rounded
-            return Groups(format, self.codes, scales, minima if format.minimum else None)
-        codes = self.codes + (format.offset - self.format.offset)
-        return Groups(format, codes, scales, minima if format.minimum else None)
+        return Groups(format, self.codes + max(shift, 0), scales, minima if format.minimum else None)
 
 
 def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
@@ -95,7 +94,7 @@ def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
     bits = max(each.bits for each in formats)
     scales = max(each.scales for each in formats)
     minimum = any(each.minimum for each in formats)
-    return next(each for each in _FORMATS if each.bits == bits and each.minimum >= minimum and each.scales >= scales)
+    return next(each for each in _FORMATS if each.bits >= bits and each.minimum >= minimum and each.scales >= scales)
 
 
 def panel_bytes(format: GroupFormat, outputs: int, inputs: int) -> int:
@@ -117,6 +116,17 @@ def row_order(counts: Sequence[int], interleaved: bool = False) -> Tensor:
     return torch.stack((gates, ups), 1).flatten()
 
 
+def _high_bits(quads: Tensor, bits: int) -> Tensor:
+    """Joins the high bits of quads ``[…, quads, outputs, 4]``: ``[…, bytes, outputs / 2, 4]``.
+
+    From its lowest bits on, a byte has the bits of both halves of the outputs in a quad, then those in the next quad.
+    """
+    fields = torch.stack(quads.split(PANEL // 2, 3), 3).flatten(2, 3).unflatten(2, (-1, 8 // bits))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1, 1)
+    joined: Tensor = (fields << shifts).sum(3, dtype=torch.uint8)
+    return joined
+
+
 def pack_groups(groups: Groups, to: Tensor) -> None:
     """Writes the panels of some outputs to ``to``, as bytes. Raises UnsupportedLayout for scales beyond float16."""
     format, missing = groups.format, -len(groups.codes) % PANEL
@@ -125,11 +135,14 @@ def pack_groups(groups: Groups, to: Tensor) -> None:
     panels, count = len(codes) // PANEL, codes.shape[1] // GROUP
     target = to.view(panels, count, format.block_bytes)
     quads = codes.view(panels, PANEL, count, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if format.bits == 4:
-        low, high = quads.split(PANEL // 2, 3)
-        quads = low | (high << 4)
     taken = GROUP * PANEL * format.bits // 8
-    target[:, :, :taken] = quads.reshape(panels, count, taken)
+    if format.bits == 8:
+        target[:, :, :taken] = quads.reshape(panels, count, taken)
+    else:
+        low, high = (quads & 15).split(PANEL // 2, 3)
+        target[:, :, : GROUP * PANEL // 2] = (low | (high << 4)).reshape(panels, count, -1)
+    if 4 < format.bits < 8:
+        target[:, :, GROUP * PANEL // 2 : taken] = _high_bits(quads >> 4, format.bits - 4).reshape(panels, count, -1)
     for values, width in ((groups.scales, format.scales), (groups.minima, 1)):
         if values is None:
             continue

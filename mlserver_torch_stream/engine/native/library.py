@@ -23,10 +23,22 @@ SILU, GELU_TANH = range(2)
 _NO_MEMORY = 1  # a status of ``status_of`` in ``library.cpp``
 
 
-class KernelMatrix(Structure):
-    """A weight [n, k] that is packed in panels, its bias or null, and the number of its format."""
+class KernelRun(Structure):
+    """Outputs [n] of a matrix whose panels follow each other in memory, and the number of their format."""
 
-    _fields_ = [("panels", c_void_p), ("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("format", c_int64)]
+    _fields_ = [("panels", c_void_p), ("n", c_int64), ("format", c_int64)]
+
+
+class KernelMatrix(Structure):
+    """A weight [n, k] that is packed in panels, its bias or null, and its runs of panels in one format."""
+
+    RUNS = 3
+    _fields_ = [("n", c_int64), ("k", c_int64), ("bias", c_void_p), ("runs", KernelRun * RUNS)]
+
+    @classmethod
+    def of(cls, inputs: int, *runs: KernelRun, bias: int | None = None) -> KernelMatrix:
+        """Returns a matrix; all runs but the last must have whole panels."""
+        return cls(sum(run.n for run in runs), inputs, bias, (KernelRun * cls.RUNS)(*runs))
 
 
 class KernelPackCall(Structure):

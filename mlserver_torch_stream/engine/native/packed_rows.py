@@ -182,12 +182,12 @@ def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return codes + (128 - 16), _half(blocks, 0), None
+    return codes, _half(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return codes + 128, _half(blocks, 0), _half(blocks, 2)
+    return codes, _half(blocks, 0), _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -216,7 +216,7 @@ def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     bits = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     codes = _k_nibbles(blocks[:, 48:].contiguous()) | (bits << 4).flatten(1)
-    return codes + 128, *_k_scales(blocks)
+    return codes, *_k_scales(blocks)
 
 
 def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -224,16 +224,16 @@ def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     high = blocks[:, 128:192].reshape(-1, 2, 1, GROUP) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     codes = low.reshape(len(blocks), -1) | (high.reshape(len(blocks), -1) << 4)
     scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
-    return codes + (128 - 32), scales, None
+    return codes, scales, None
 
 
 BLOCK_FORMATS = {
     "Q4_0": BlockFormat(0, 32, 18, formats.FOUR, _q4_0),
     "Q4_1": BlockFormat(1, 32, 20, formats.FOUR_MIN, _q4_1),
-    "Q5_0": BlockFormat(2, 32, 22, formats.EIGHT, _q5_0),
-    "Q5_1": BlockFormat(3, 32, 24, formats.EIGHT_MIN, _q5_1),
+    "Q5_0": BlockFormat(2, 32, 22, formats.FIVE, _q5_0),
+    "Q5_1": BlockFormat(3, 32, 24, formats.FIVE_MIN, _q5_1),
     "Q8_0": BlockFormat(4, 32, 34, formats.EIGHT, _q8_0),
     "Q4_K": BlockFormat(5, 256, 144, formats.FOUR_MIN, _q4_k),
-    "Q5_K": BlockFormat(6, 256, 176, formats.EIGHT_MIN, _q5_k),
-    "Q6_K": BlockFormat(7, 256, 210, formats.EIGHT_HALVES, _q6_k),
+    "Q5_K": BlockFormat(6, 256, 176, formats.FIVE_MIN, _q5_k),
+    "Q6_K": BlockFormat(7, 256, 210, formats.SIX_HALVES, _q6_k),
 }

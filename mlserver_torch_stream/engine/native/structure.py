@@ -106,6 +106,11 @@ class Projection:
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether the parts are gates and ups, which the kernels read in turn; no other projection has two parts."""
+        return len(self.weights) == 2
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:

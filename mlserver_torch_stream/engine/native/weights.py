@@ -67,7 +67,7 @@ class Packer:
 
 
 class GroupedMatrix:
-    """One matrix of a projection, made of stacked ``parts`` such as queries, keys and values.
+    """A matrix in one format, made of stacked ``parts`` such as queries, keys and values.
 
     Each part is ``[outputs, inputs]``. ``order``, the result of ``row_order``, maps each output of the panels to the
     stacked row that it belongs to. ``interleaved`` means that the parts are the gates and the ups of an MLP, and that
@@ -86,6 +86,7 @@ class GroupedMatrix:
         self._rounded = rounded
         self._dtype = dtype
         self.format = common_format([p.format if isinstance(p, PackedRows) else self._rounded for p in parts])
+        self.outputs = sum(part.shape[0] for part in parts)
         self.order = row_order([part.shape[0] for part in parts], interleaved)
         self._inputs = int(parts[0].shape[1])
 
@@ -144,7 +145,7 @@ class GroupedMatrix:
         """
         ones = torch.nn.functional.one_hot(self._columns, self._inputs).float()
         got = torch.empty(len(ones), len(weights))
-        matrix = c.KernelMatrix(panels.data_ptr(), len(weights), self._inputs, None, self.format.number)
+        matrix = c.KernelMatrix.of(self._inputs, c.KernelRun(panels.data_ptr(), len(weights), self.number))
         packer.kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), packer.threads)
         if ((got.t() - weights).abs() > _ROUNDING * largest).any():
             raise UnsupportedLayout("the kernels read weights that differ from the packed ones")
@@ -174,6 +175,25 @@ class GroupedMatrix:
         return Groups(self.format, codes, scales, minima)
 
 
+def grouped_matrices(
+    parts: Sequence[Tensor | PackedRows],
+    rounded: GroupFormat,
+    interleaved: bool = False,
+    dtype: torch.dtype | None = None,
+) -> list[GroupedMatrix]:
+    """Returns the runs of a projection's matrix: one for each part if the parts differ in format, otherwise one.
+
+    ``rounded`` and ``dtype`` are those of ``GroupedMatrix``.
+
+    Parts that share a panel are in one run, in a format that can hold the weights of all of them.
+    """
+    each = [GroupedMatrix([part], rounded, dtype=dtype) for part in parts]
+    differ = len({matrix.format for matrix in each}) > 1 and len({part.shape[1] for part in parts}) == 1
+    if differ and not interleaved and not any(part.shape[0] % PANEL for part in parts[:-1]):
+        return each
+    return [GroupedMatrix(parts, rounded, interleaved, dtype)]
+
+
 _LARGE_PAGE = 1 << 21
 
 
@@ -201,7 +221,8 @@ class PackedWeights:
         self._rounded = rounded
         self._decoder, self._packer, self._dtype = decoder, packer, decoder.dtype
         self.shape = _shape(decoder)
-        size, kernels = sum(self._panels(each).bytes for each in decoder.projections), packer.kernels
+        matrices = (matrix for projection in decoder.projections for matrix in self._runs(projection))
+        size, kernels = sum(matrix.bytes for matrix in matrices), packer.kernels
         mapped = None if file is None or packer.compares else file.read(size, kernels, packer.threads)
         if mapped is None:
             buffer = in_large_pages(size, kernels)
@@ -225,41 +246,43 @@ class PackedWeights:
             embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
         return c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
 
-    def _panels(self, projection: Projection, interleaved: bool = False) -> GroupedMatrix | DenseMatrix:
+    def _runs(self, projection: Projection) -> Sequence[GroupedMatrix | DenseMatrix]:
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
-            return DenseMatrix(projection.weights, self._dtype, interleaved)
+            return [DenseMatrix(projection.weights, self._dtype, projection.interleaved)]
         rounding = self._rounded or ROUNDED["int8"]  # dense tensors of a file with packed weights are rounded too
         format = rounding.head if projection is self._decoder.head else rounding.layers
         dtype = None if self._rounded is None else self._dtype
-        return GroupedMatrix(projection.weights, format, interleaved, dtype)
+        return grouped_matrices(projection.weights, format, projection.interleaved, dtype)
 
     def _layer(self, layer: DecoderLayer) -> c.KernelLayer:
         norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.KernelNorms.NAMES]
         return c.KernelLayer(
             self._matrix(layer.qkv),
             self._matrix(layer.out),
-            self._matrix(layer.gate_up, interleaved=True),
+            self._matrix(layer.gate_up),
             self._matrix(layer.down),
             c.KernelNorms(*norms),
             layer.rope,
         )
 
-    def _matrix(self, projection: Projection, interleaved: bool = False) -> c.KernelMatrix:
-        panels = self._panels(projection, interleaved)
-        packed = self._buffer[self.size : self.size + panels.bytes]
-        self.size += panels.bytes
-        if self._packs:
-            panels.pack(packed, self._packer)
-        outputs, inputs = sum(weight.shape[0] for weight in projection.weights), projection.weights[0].shape[1]
-        return c.KernelMatrix(packed.data_ptr(), outputs, inputs, self._bias(projection, panels.order), panels.number)
+    def _matrix(self, projection: Projection) -> c.KernelMatrix:
+        runs = []
+        for matrix in self._runs(projection):
+            panels = self._buffer[self.size : self.size + matrix.bytes]
+            self.size += matrix.bytes
+            if self._packs:
+                matrix.pack(panels, self._packer)
+            runs.append(c.KernelRun(panels.data_ptr(), matrix.outputs, matrix.number))
+        return c.KernelMatrix.of(int(projection.weights[0].shape[1]), *runs, bias=self._bias(projection))
 
-    def _bias(self, projection: Projection, order: Tensor) -> int | None:
+    def _bias(self, projection: Projection) -> int | None:
         if all(bias is None for bias in projection.biases):
             return None
         parts = [
             torch.zeros(weight.shape[0]) if bias is None else bias.float()
             for weight, bias in zip(projection.weights, projection.biases, strict=True)
         ]
+        order = row_order([len(part) for part in parts], projection.interleaved)
         return self._vector(torch.where(order < 0, 0.0, torch.cat(parts)[order]))
 
     def _vector(self, values: Tensor) -> int:
@@ -279,6 +302,7 @@ class DenseMatrix:
         """``parts`` must be tensors."""
         self._parts = parts
         self._dtype = dtype
+        self.outputs = sum(part.shape[0] for part in parts)
         self.order = row_order([part.shape[0] for part in parts], interleaved)
         self.bytes = len(self.order) * int(parts[0].shape[1]) * dtype.itemsize
 

@@ -32,7 +32,7 @@ template <class T> class TinyModel {
         for (auto& layer : layers_)
             layer = {matrix(kQkv, kHidden), matrix(kHidden, kHeads * kDim), matrix(2 * kInner, kHidden),
                      matrix(kHidden, kInner), {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr}, 1};
-        shape_ = {kHidden, kInner, kVocab, kLayers, kHeads, kKvHeads, kDim, kDim / 2, native::kNoQkNorm, native::kSilu,
+        shape_ = {kHidden, kInner, kVocab, kLayers, kHeads, kKvHeads, kDim, kDim / 2, 1, native::kNoQkNorm, native::kSilu,
                   1e-5f, 0.2f, 0, 1, 1, 1, 0};
         const native::Matrix head = matrix(kVocab, kHidden);
         weights_ = {layers_, nullptr, head, head, norm_.data()};
@@ -92,7 +92,7 @@ template <class T> class TinyModel {
             return grouped_.back().matrix();
         }
         held_.push_back(packed(random_values<T>(n * k, (unsigned)held_.size()), n, k));
-        return {reinterpret_cast<const native::Word*>(held_.back().data()), n, k, nullptr, native::kPlain};
+        return {n, k, nullptr, {{held_.back().data(), n, native::kPlain}}};
     }
 
     std::vector<float> norm_ = std::vector<float>(96, 0.2f), angles_ = std::vector<float>(400 * kDim, 0.5f);

@@ -37,7 +37,7 @@ void check_company(const native::Matrix& w, const std::vector<native::Factor<T>>
 template <class T> void check_product(int64_t n, int64_t k) {
     constexpr int64_t kMost = 300;
     const std::vector<T> weights = random_values<T>(n * k, 1), panels = packed(weights, n, k);
-    const native::Matrix w{reinterpret_cast<const native::Word*>(panels.data()), n, k, nullptr, native::kPlain};
+    const native::Matrix w{n, k, nullptr, {{panels.data(), n, native::kPlain}}};
     const int64_t width = native::panels_of(n) * native::kPanel;
     const std::vector<T> rounded = random_values<T>(kMost * k, 2);
     std::vector<native::Factor<T>> all(rounded.size());
@@ -77,14 +77,33 @@ template <class T> void check_grouped(native::Format format, int64_t n, int64_t 
         }
     for (int64_t output = 0; output < n; output += 3)
         for (int64_t i = 0; i < k; i += 5) {
-            const uint8_t* panel = w.panel(output / native::kPanel);
-            const float weight = native::grouped_format(format).weight(panel, output % native::kPanel, i);
+            const native::GroupedPanel panel = w.panel(output / native::kPanel);
+            const float weight = panel.format.weight(panel.blocks, output % native::kPanel, i);
             expect(close_to(weight, weights.at(output, i), 1e-6), "weight of a group", format, output, i);
         }
     check_company<T>(w, all, whole);
 }
 
+// Runs of other formats change nothing in a run.
+inline void check_runs() {
+    constexpr int64_t kInputs = 96, kRows = 20;
+    const GroupedWeights parts[] = {{native::kFourMin, 64, kInputs, 1}, {native::kSixHalves, 32, kInputs, 2},
+                                    {native::kEight, 38, kInputs, 3}};
+    const native::Matrix w{134, kInputs, nullptr, {parts[0].run(), parts[1].run(), parts[2].run()}};
+    const std::vector<float> a = random_values<float>(kRows * kInputs, 4), all = product<float>(w, a, kRows, 3);
+    const int64_t width = native::panels_of(w.n) * native::kPanel;
+    int64_t first = 0;
+    for (const GroupedWeights& part : parts) {
+        const int64_t own = native::panels_of(part.run().n) * native::kPanel;
+        const std::vector<float> alone = product<float>(part.matrix(), a, kRows, 2);
+        for (int64_t row = 0; row < kRows; row++)
+            expect(std::equal(&alone[row * own], &alone[row * own] + own, &all[row * width + first]), "a run", row);
+        first += own;
+    }
+}
+
 inline void check_products() {
+    check_runs();
     for (int64_t format = native::kFour; format <= native::kEightMinHalves; format++)
         for (int64_t k : {2, 60, 320}) {
             check_grouped<float>((native::Format)format, 70, k);

@@ -19,16 +19,19 @@ class GroupedWeights {
     }
 
     native::Matrix matrix() const {
-        return {reinterpret_cast<const native::Word*>(bytes_.data()), n_, k_, nullptr, format_};
+        return {n_, k_, nullptr, {run()}};
     }
+    native::Run run() const { return {bytes_.data(), n_, format_}; }
 
     double at(int64_t output, int64_t input) const {
         const int64_t group = output / native::kPanel * native::groups_of(k_) + input / 32, lane = output % 32;
         const uint8_t* from = &bytes_[(size_t)(group * block())];
         const int64_t quad = input % 32 / 4, byte = input % 4;
-        const int code = eight() ? from[quad * 128 + lane * 4 + byte]
-                                 : from[quad * 64 + lane % 16 * 4 + byte] >> (lane < 16 ? 0 : 4) & 15;
-        const int offset = eight() ? 128 : minimum() ? 0 : 8;
+        const int64_t place = lane % 16 * 4 + byte, upper = lane / 16;
+        int code = bits() == 8 ? from[quad * 128 + lane * 4 + byte] : from[quad * 64 + place] >> (4 * upper) & 15;
+        if (bits() == 5) code += (from[512 + quad / 4 * 64 + place] >> (quad % 4 * 2 + upper) & 1) * 16;
+        if (bits() == 6) code += (from[512 + quad / 2 * 64 + place] >> (quad % 2 * 4 + 2 * upper) & 3) * 16;
+        const int offset = bits() == 8 ? 128 : minimum() ? 0 : 1 << (bits() - 1);
         const auto half = [&](int64_t row) {
             native::Fp16 bits;
             memcpy(&bits, from + codes() + 64 * row + 2 * lane, sizeof bits);
@@ -38,10 +41,14 @@ class GroupedWeights {
     }
 
   private:
-    bool eight() const { return format_ >= native::kEight; }
-    bool minimum() const { return format_ % 2 == 0; }
-    int64_t scales() const { return format_ >= native::kEightHalves ? 2 : 1; }
-    int64_t codes() const { return eight() ? 1024 : 512; }
+    int bits() const {
+        return format_ <= native::kFourMin ? 4 : format_ <= native::kFiveMin ? 5 : format_ == native::kSixHalves ? 6 : 8;
+    }
+    bool minimum() const {
+        return format_ == native::kFourMin || format_ == native::kFiveMin || format_ == native::kEightMinHalves;
+    }
+    int64_t scales() const { return format_ == native::kSixHalves || format_ == native::kEightMinHalves ? 2 : 1; }
+    int64_t codes() const { return 128 * bits(); }
     int64_t block() const { return codes() + 64 * (scales() + minimum()); }
 
     native::Format format_;

@@ -129,11 +129,13 @@ template <class T> class Decoder final : public AnyDecoder {
     }
     float table_weight(int64_t output, int64_t input) const {
         const Matrix& table = weights_.table;
-        const int64_t panel = output / kPanel;
-        if (table.format != kPlain)
-            return grouped_format(table.format).weight(table.panel(panel), output % kPanel, input);
-        const int64_t line = (panel * table.k + input) / per_word<T>;
-        const Word* word = table.panels + line * kPanel + output % kPanel;
+        const int64_t p = output / kPanel;
+        if (!table.plain()) {
+            const GroupedPanel panel = table.panel(p);
+            return panel.format.weight(panel.blocks, output % kPanel, input);
+        }
+        const int64_t line = (p * table.k + input) / per_word<T>;
+        const Word* word = table.words() + line * kPanel + output % kPanel;
         T x;
         memcpy(&x, reinterpret_cast<const T*>(word) + input % per_word<T>, sizeof x);
         return to_float(x);

@@ -12,19 +12,37 @@
 
 namespace native {
 
-struct Matrix {
-    const Word* panels;
-    int64_t n, k;  // outputs, inputs
-    const float* bias;  // padded to whole panels, or null
-    int64_t format;     // kPlain: of the model's type; else integers as in grouped.h
-
-    // Panel p of a matrix of integers.
-    const uint8_t* panel(int64_t p) const {
-        return reinterpret_cast<const uint8_t*>(panels) + p * groups_of(k) * grouped_format(format).block;
-    }
+// Neighbouring panels in one format.
+struct Run {
+    const void* panels;
+    int64_t n;       // outputs
+    int64_t format;  // kPlain: of the model's type; else integers as in grouped.h
 };
 
+constexpr int kRuns = 3;  // queries, keys and values can differ
+
 inline int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
+
+// A panel of integers.
+struct GroupedPanel {
+    const uint8_t* blocks;
+    const GroupedFormat& format;
+};
+
+struct Matrix {
+    int64_t n, k;       // outputs, inputs
+    const float* bias;  // padded to whole panels, or null
+    Run runs[kRuns];    // all runs but the last have whole panels; a matrix of the model's type has one run
+
+    bool plain() const { return runs[0].format == kPlain; }
+    const Word* words() const { return static_cast<const Word*>(runs[0].panels); }
+    GroupedPanel panel(int64_t p) const {
+        const Run* run = runs;
+        for (; p >= panels_of(run->n); run++) p -= panels_of(run->n);
+        const GroupedFormat& format = grouped_format(run->format);
+        return {static_cast<const uint8_t*>(run->panels) + p * groups_of(k) * format.block, format};
+    }
+};
 
 // A thread's tiles of factors A. Which unit of the CPU computes them depends only on A and the inputs of a product,
 // never on its rows, so a row's sums are bitwise the same in any batch.
@@ -126,7 +144,7 @@ class Done {
 template <class A, class T> class Product {
   public:
     Product(const A* a, int64_t lda, const Matrix& w, ProductScratch& scratch, const Done& done)
-        : a_(a), lda_(lda), inputs_(w.k), panels_(w.panels), scratch_(scratch), done_(done) {}
+        : a_(a), lda_(lda), inputs_(w.k), panels_(w.words()), scratch_(scratch), done_(done) {}
 
     // Multiplies up to kBlockRows rows by panel p. A single tile reads the panel as a stream. Several tiles go through
     // it in blocks: the first tile widens a block for all of them, if T has to be widened, and the first two tiles
@@ -222,12 +240,12 @@ template <class T> class RoundedRows {
 };
 
 // Computes sums[count][32] = rows[count] x panel.
-inline void multiply_grouped_panel(const GroupedFormat& format, const RoundedBlock* rows, int64_t count,
-                                   int64_t groups, const uint8_t* panel, float (*sums)[kPanel]) {
+inline void multiply_grouped_panel(const GroupedPanel& panel, const RoundedBlock* rows, int64_t count, int64_t groups,
+                                   float (*sums)[kPanel]) {
     const Tiling tiling(count, kGroupedRows);
     for (int64_t t = 0; t < tiling.count; t++) {
         const int64_t row = tiling.first(t), height = tiling.first(t + 1) - row;
-        format.tiles[height](rows + row * groups, groups, panel, groups, sums[row], kPanel);
+        panel.format.tiles[height](rows + row * groups, groups, panel.blocks, groups, sums[row], kPanel);
     }
 }
 
@@ -237,7 +255,6 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
                       RoundedBlock* shared, const Done& done) {
     const int64_t groups = given.stride(), count = panels_of(w.n), rows = given.rows();
     if (given.many()) me.each(rows, 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
-    const GroupedFormat& format = grouped_format(w.format);
     const RoundedBlock* rounded = given.many() ? shared : nullptr;
     const Tiling blocks(rows, kBlockRows);
     me.each(count, [&](int64_t first, int64_t last) {
@@ -248,7 +265,7 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
         for (int64_t p = first; p < last; p++)
             for (int64_t b = 0; b < blocks.count; b++) {
                 const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
-                multiply_grouped_panel(format, rounded + row * groups, stop - row, groups, w.panel(p), scratch.sums);
+                multiply_grouped_panel(w.panel(p), rounded + row * groups, stop - row, groups, scratch.sums);
                 done(row, stop - row, p, scratch.sums[0]);
             }
     });
@@ -259,7 +276,7 @@ void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, 
 template <class T>
 void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
               RoundedBlock* shared, const Done& done) {
-    if (w.format == kPlain) return multiply_dense<T>(me, a, lda, rows, w, scratch, done);
+    if (w.plain()) return multiply_dense<T>(me, a, lda, rows, w, scratch, done);
     multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
 }
 

@@ -9,16 +9,21 @@
 namespace native {
 
 // A weight is scale * (code - kOffset) + minimum. A panel of 32 outputs is a row of blocks, one for each group. A block
-// begins with its codes, [8 quads of inputs][32 outputs][4 inputs] in bytes; with 4 bits, the low half of a byte is a
-// code of output i and the high half that of output 16 + i. Then come scales [kScales][32] and minima [32] in fp16.
+// begins with its codes, [8 quads of inputs][32 outputs][4 inputs] in bytes. With less than 8 bits, codes are
+// [8 quads][16 outputs][4 inputs] in bytes: the low half of a byte has the four low bits of a code of output i, and the
+// high half those of output 16 + i. The high bits of all these codes follow, in as many fields of each byte as fit:
+// [registers][16 outputs][4 inputs] with, from the lowest field on, output i and output 16 + i of one quad, then of the
+// next quad. Then come scales [kScales][32] and minima [32] in fp16.
 template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     using Products = ByteProducts<kBits>;
     static constexpr bool kMinimum = kHasMinimum, kBytewise = kBits == 8;
     static constexpr int kScales = kScalesPerGroup;
-    static constexpr int kOffset = kBits == 8 ? 128 : kMinimum ? 0 : 8;
+    static constexpr int kOffset = kBits == 8 ? 128 : kMinimum ? 0 : 1 << (kBits - 1);
     static constexpr bool kSigned = kBytewise && !kUnsignedBytes;
     static constexpr int kLeft = kSigned ? 0 : kOffset;  // to be taken from the sums of products
-    static constexpr int64_t kCodeBytes = kBits * 128, kHalves = 64;
+    static constexpr int kHigh = kBytewise ? 0 : kBits - 4;  // bits of a code beyond its low four
+    static constexpr int kFields = 8 / std::max(kHigh, 1);   // in a byte of high bits
+    static constexpr int64_t kCodeBytes = kBits * 128, kHalves = 64, kLowBytes = 512;
     static constexpr int64_t kBlock = kCodeBytes + kHalves * (kScales + kMinimum);
 
     // Loads a part of quad q for kLanes outputs from `lane` on, and for as many from `lane` + 16 on.
@@ -30,7 +35,16 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
         } else {
             const WordRegister both = load_register(block + 64 * q + 4 * lane);
             w[0] = both & 0x0f0f0f0fu, w[1] = both >> 4 & 0x0f0f0f0fu;
+            if constexpr (kHigh > 0) {
+                const WordRegister high = load_register(block + kLowBytes + 64 * (2 * q / kFields) + 4 * lane);
+                w[0] |= high_bits(high, 2 * q % kFields), w[1] |= high_bits(high, 2 * q % kFields + 1);
+            }
         }
+    }
+    // Moves the high bits in a field to the place that they have in a code.
+    static WordRegister high_bits(WordRegister high, int field) {
+        const int from = field * kHigh, to = 4;
+        return (from > to ? high >> (from - to) : high << (to - from)) & ((16u << kHigh) - 16u) * 0x01010101u;
     }
     // Loads kLanes of the scales, or of the minima that follow them.
     static FloatRegister halves(const uint8_t* block, int which, int lane) {
@@ -44,12 +58,13 @@ template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
 
 using Four = Codes<4, false>;
 using FourMin = Codes<4, true>;
+using Five = Codes<5, false>;
+using FiveMin = Codes<5, true>;
+using SixHalves = Codes<6, false, 2>;
 using Eight = Codes<8, false>;
-using EightMin = Codes<8, true>;
-using EightHalves = Codes<8, false, 2>;
-using EightMinHalves = Codes<8, true, 2>;
+using EightMinHalves = Codes<8, true, 2>;  // holds weights of any other format
 
-enum Format : int64_t { kPlain, kFour, kFourMin, kEight, kEightMin, kEightHalves, kEightMinHalves };
+enum Format : int64_t { kPlain, kFour, kFourMin, kFive, kFiveMin, kSixHalves, kEight, kEightMinHalves };
 
 constexpr int kGroupedRows = 6;  // 6 x 2 sums of bytes, 2 weights, 1 activation and 1 product fill 16 registers
 
@@ -106,7 +121,7 @@ __attribute__((noinline)) void grouped_tile(const RoundedBlock* rows, int64_t st
     constexpr int64_t kAhead = kLanes == 8 ? 2048 : 4096;  // 1.04 times as fast on a Zen 3; other CPUs: not measured
     FloatRegister sums[kSets][M][2] = {};
     for (int64_t b = 0; b < blocks; b++, panel += C::kBlock) {
-#pragma GCC unroll 18
+#pragma GCC unroll 19
         for (int64_t line = 0; line < C::kBlock; line += 64) prefetch_to_second(panel + kAhead + line);
         // Not unrolled: otherwise GCC keeps the sums of all sets in registers, and the sums of bytes in memory.
 #pragma GCC unroll 1
@@ -132,7 +147,13 @@ template <class C> float grouped_weight(const uint8_t* panel, int64_t output, in
     if constexpr (C::kBytewise) {
         code = block[quad * 128 + output * 4 + byte];
     } else {
-        code = block[quad * 64 + output % 16 * 4 + byte] >> (output / 16 * 4) & 15;
+        const int64_t place = output % 16 * 4 + byte, half = output / 16;
+        code = block[quad * 64 + place] >> (half * 4) & 15;
+        if constexpr (C::kHigh > 0) {
+            const int64_t field = 2 * quad + half;
+            const int high = block[C::kLowBytes + field / C::kFields * 64 + place] >> (field % C::kFields * C::kHigh);
+            code |= (high & ((1 << C::kHigh) - 1)) << 4;
+        }
     }
     const auto half = [&](int64_t which) {
         uint16_t bits;
@@ -156,9 +177,10 @@ inline const GroupedFormat& grouped_format(int64_t format) {
     switch (format) {
         case kFour: return kGroupedFormat<Four>;
         case kFourMin: return kGroupedFormat<FourMin>;
+        case kFive: return kGroupedFormat<Five>;
+        case kFiveMin: return kGroupedFormat<FiveMin>;
+        case kSixHalves: return kGroupedFormat<SixHalves>;
         case kEight: return kGroupedFormat<Eight>;
-        case kEightMin: return kGroupedFormat<EightMin>;
-        case kEightHalves: return kGroupedFormat<EightHalves>;
         default: return kGroupedFormat<EightMinHalves>;
     }
 }

@@ -39,7 +39,8 @@ inline IntRegister multiply_halves(WordRegister w, WordRegister x) {
 }
 #endif
 
-// Sums of products of kBits-bit codes with activations of at most 127, over a group of 32 inputs.
+// Sums of products of kBits-bit codes with activations of at most 127, over a group of 32 inputs. Codes of less than
+// eight bits are unsigned and, as bytes, positive.
 //   kParts: the parts of a quad of inputs, each multiplied by a word of activations.
 // part: one of these parts of a quad's bytes, in each lane.
 // add: adds the products of one part.
@@ -73,6 +74,18 @@ inline IntRegister in_order(IntRegister sum) {
     asm("" : "+v"(sum));
     return sum;
 }
+
+// A pair of products of codes below 64 is at most 2 * 63 * 127, which fits in 16 bits.
+template <int> struct PairProducts {
+    static constexpr int kParts = 1;
+    static WordRegister part(WordRegister quads, int) { return quads; }
+    static IntRegister add(IntRegister sum, WordRegister w, WordRegister x) {
+        return in_order(sum + multiply_halves((WordRegister)multiply_bytes(w, x), 0x00010001u - WordRegister{}));
+    }
+    static IntRegister total(IntRegister sum) { return sum; }
+};
+template <> struct ByteProducts<5> : PairProducts<5> {};
+template <> struct ByteProducts<6> : PairProducts<6> {};
 
 // A pair of products is at most 2 * 15 * 127, and the eight pairs of a group fit in 16 bits, so they are summed there.
 template <> struct ByteProducts<4> {

@@ -26,7 +26,7 @@ struct PackCall {  // mirrored field by field in library.py
     uint8_t* panels;
 };
 
-// One group of 32 weights: codes of 4 bits with their offset, or of 8 bits with 128 added; the scales of its halves.
+// One group of 32 weights: codes with the offset of their kind; the scales of its halves.
 struct UnpackedGroup {
     uint8_t codes[32];
     float scales[2];
@@ -117,7 +117,6 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
             const uint8_t* block = single(22);
             nibbles(block + 6, to.codes);
             fifth_bits(block + 2, to.codes);
-            add_to(to.codes, 128 - 16);
             break;
         }
         case kQ5_1: {
@@ -125,7 +124,6 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
             to.minimum = half_at(block + 2);
             nibbles(block + 8, to.codes);
             fifth_bits(block + 4, to.codes);
-            add_to(to.codes, 128);
             break;
         }
         case kQ8_0: {
@@ -147,7 +145,7 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
             k_nibbles(block + 48, g % 8, to.codes);
             const auto code = [&](int i) {
                 const Bytes bit = bytes_at(block + 16 + i) >> same(g % 8) & same(1);
-                return (bytes_at(to.codes + i) | bit << same(4)) + same(128);
+                return bytes_at(to.codes + i) | bit << same(4);
             };
             put(code(0), code(16), to.codes);
             break;
@@ -161,7 +159,7 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
             const auto code = [&](int i) {
                 const Bytes four = bytes_at(low + i) >> same(quarter / 2 * 4) & same(15);
                 const Bytes two = bytes_at(high + i) >> same(2 * quarter) & same(3);
-                return (four | two << same(4)) + same(128 - 32);
+                return four | two << same(4);
             };
             put(code(0), code(16), to.codes);
             for (int s = 0; s < 2; s++) to.scales[s] = half_at(block + 208) * (float)(int8_t)block[192 + 2 * at + s];
@@ -169,9 +167,15 @@ inline void unpack(const BlockRow& row, int64_t g, UnpackedGroup& to) {
     }
 }
 
-inline int kind_bits(int64_t kind) { return kind == kQ4_0 || kind == kQ4_1 || kind == kQ4_K ? 4 : 8; }
-inline bool kind_has_minimum(int64_t kind) {
-    return kind == kQ4_1 || kind == kQ5_1 || kind == kQ4_K || kind == kQ5_K;
+// The code of a kind that stands for zero, before the minimum is added.
+inline int kind_offset(int64_t kind) {
+    switch (kind) {
+        case kQ4_0: return 8;
+        case kQ5_0: return 16;
+        case kQ6_K: return 32;
+        case kQ8_0: return 128;
+        default: return 0;
+    }
 }
 
 // Transposes words [4 * kBlocks outputs][8 quads] to [8 quads][4 * kBlocks outputs], a block of 4 by 4 at a time.
@@ -202,6 +206,18 @@ inline H16 put_halves(const float (&numbers)[32], uint8_t* to) {
     return (H16)((first & 0x7c00) == 0x7c00) | (H16)((second & 0x7c00) == 0x7c00);
 }
 
+// Writes the high bits of a group's codes.
+template <class C> void put_high_bits(const uint8_t (*codes)[32], uint8_t* to) {
+    Word high[2 * C::kHigh][16] = {};
+    for (int q = 0; q < 8; q++)
+        for (int half = 0; half < 2; half++)
+            for (int output = 0; output < 16; output++) {
+                const Word bits = word_at(codes[16 * half + output] + 4 * q) >> 4 & 0x0f0f0f0fu;
+                high[2 * q / C::kFields][output] |= bits << ((2 * q + half) % C::kFields * C::kHigh);
+            }
+    memcpy(to, high, sizeof high);
+}
+
 // Writes one panel. Returns false if a scale is not finite in fp16.
 template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t* to) {
     H16 infinite{};
@@ -215,13 +231,10 @@ template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t
                 memset(group.codes, C::kOffset, sizeof group.codes);
             } else {
                 unpack(rows[output], g, group);
-                const int64_t kind = rows[output].kind;
-                const int offset = kind_bits(kind) == 8 ? 128 : kind_has_minimum(kind) ? 0 : 8;
-                if (C::kBytewise != (kind_bits(kind) == 8)) {
-                    add_to(group.codes, (uint8_t)(C::kOffset - offset));
-                } else {  // a power of two times the scale, so nothing is rounded
-                    group.minimum += (float)(C::kOffset - offset) * group.scales[0];
-                }
+                const int more = C::kOffset - kind_offset(rows[output].kind);
+                if (more > 0) add_to(group.codes, (uint8_t)more);
+                // The offset is a power of two, so nothing is rounded.
+                if (more < 0) group.minimum += (float)more * group.scales[0];
             }
             memcpy(codes[output], group.codes, 32);
             // Formats with two scales per group have one for each half: [scale][output].
@@ -233,9 +246,11 @@ template <class C> bool pack_panel(const BlockRow* rows, int64_t groups, uint8_t
         if constexpr (C::kBytewise) {
             put_quads<8>(codes, to);
         } else {
-            for (int output = 0; output < 16; output++)
-                put(bytes_at(codes[output]) | bytes_at(codes[16 + output]) << same(4),
-                    bytes_at(codes[output] + 16) | bytes_at(codes[16 + output] + 16) << same(4), codes[output]);
+            if constexpr (C::kHigh > 0) put_high_bits<C>(codes, to + C::kLowBytes);
+            const auto joined = [&](int output, int i) {
+                return (bytes_at(codes[output] + i) & same(15)) | bytes_at(codes[16 + output] + i) << same(4);
+            };
+            for (int output = 0; output < 16; output++) put(joined(output, 0), joined(output, 16), codes[output]);
             put_quads<4>(codes, to);
         }
     }
@@ -289,9 +304,10 @@ inline void pack(const PackCall& call, int threads) {
             case kPlain: return pack_words(call, panel), true;
             case kFour: return pack_panel_of<Four>(call, panel);
             case kFourMin: return pack_panel_of<FourMin>(call, panel);
+            case kFive: return pack_panel_of<Five>(call, panel);
+            case kFiveMin: return pack_panel_of<FiveMin>(call, panel);
+            case kSixHalves: return pack_panel_of<SixHalves>(call, panel);
             case kEight: return pack_panel_of<Eight>(call, panel);
-            case kEightMin: return pack_panel_of<EightMin>(call, panel);
-            case kEightHalves: return pack_panel_of<EightHalves>(call, panel);
             default: return pack_panel_of<EightMinHalves>(call, panel);
         }
     };
