@@ -237,7 +237,7 @@ class ContinuousBatcher(Batcher):
             sequence = scheduled.sequence
             if not sequence.tokens:
                 waited = max(waited, now - sequence.waits_since)
-            elif scheduled.decodes and sequence.splits_character:
+            elif sequence.splits_character and scheduled.decodes:
                 spent = max(spent, now - sequence.waits_since)
         target = self._step_target / (1 + self._others)
         return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)
