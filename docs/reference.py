@@ -33,8 +33,8 @@ MODEL_SETTINGS = {
     "the model": "model revision dtype cache_dir trust_remote_code allow_pickle",
     "limits": "max_num_seqs max_model_len kv_cache_memory prefix_cache_memory max_queued_requests max_queued_tokens "
     "queue_timeout request_timeout step_timeout",
-    "speed": "threads weights quantization_config chunked_prefill_size step_target stream_interval speculative engine "
-    "fast_path attn_implementation",
+    "speed": "threads weights quantization_config chunked_prefill_size step_target stream_interval stream_interval_ms "
+    "speculative engine fast_path attn_implementation",
     "several devices": "device_map max_memory offload_folder pipeline tensor_parallel_size replicas",
     "prompts and answers": "default_sampling tokenizer chat_template tool_parser reasoning_parser",
     "vLLM": "vllm vllm_python lora_modules",

@@ -5,6 +5,8 @@ The table in docs/settings.md is made from this file.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -180,6 +182,9 @@ class EngineSettings(BaseModel):
     ([scaling.md](scaling.md#pauses-between-tokens))."""
     stream_interval: int = Field(default=1, gt=0)
     """The minimum number of tokens in each event of a stream except the first and the last, as in vLLM."""
+    stream_interval_ms: float | None = Field(default=None, gt=0)
+    """Milliseconds after a stream's last event at which the next event is sent with fewer tokens, too. Without
+    `stream_interval`, no event but the last is sent earlier."""
     kv_cache_memory: Bytes | None = None
     """The maximum memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
     of the memory that the container, `ulimit` or the GPU leaves free."""
@@ -215,6 +220,15 @@ class EngineSettings(BaseModel):
         """Returns the settings with the defaults for GPUs: a GPU needs more tokens in a step to be well utilised."""
         defaults = {key: value for key, value in _GPU_DEFAULTS.items() if key not in self.model_fields_set}
         return self.model_copy(update=defaults)
+
+    @property
+    def event_interval(self) -> tuple[int, float]:
+        """The tokens and the seconds after a stream's last event, of which the first to be reached makes the next event
+        due."""
+        if self.stream_interval_ms is None:
+            return self.stream_interval, math.inf
+        tokens = self.stream_interval if "stream_interval" in self.model_fields_set else sys.maxsize
+        return tokens, self.stream_interval_ms / 1000
 
     @property
     def fits_cpu_kernels(self) -> bool:

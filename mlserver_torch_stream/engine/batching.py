@@ -176,6 +176,8 @@ def _limits(
     """
     findings, budget, on_host_alone = prepared.findings, size.bytes_of(spec), set(prepared.findings.specs) == {HOST}
     packs = prepared.choice is not None and prepared.choice.forward.packs
+    # The time that an operator chose for a step bounds its prompts alone.
+    beside = chunk if "step_target" not in settings.model_fields_set and packs and on_host_alone else None
     # A cached prefix is of no use to a model that computes prompts whole or keeps states.
     keeps_prefixes = findings.chunked and not spec.state_bytes
     return SchedulerLimits(
@@ -187,7 +189,7 @@ def _limits(
         stages=1 if prepared.pipeline is None else prepared.pipeline.depth,
         whole_prompts=not findings.chunked,
         prefill_floor=1 if packs else _ROWS_FLOOR,
-        beside_budget=max(1, chunk // _BESIDE) if chunk is not None and packs and on_host_alone else None,
+        beside_budget=None if beside is None else max(1, beside // _BESIDE),
     )
 
 

@@ -77,7 +77,8 @@ class EngineCore:
 
     ``rebuild`` makes a new batcher after an error has ended the engine's thread; it takes the number of such errors in
     the last ten minutes. Without ``rebuild``, or after too many such errors, the engine stays dead and its thread calls
-    ``on_death``. Each event has at least ``stream_interval`` tokens, except the first and the last event of a sequence.
+    ``on_death``. ``event_interval`` has the tokens and the seconds after a sequence's last event, of which the first
+    to be reached makes the next event due; the first event and the last one are due at once.
     ``context`` returns a context manager, within which the thread steps the batcher. ``fair_lock`` is None if no other
     engine uses the same device. While a step does not return, the watchdog enforces the deadlines of requests; in the
     end it abandons the thread.
@@ -91,7 +92,7 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         *,
         queue_limits: QueueLimits | None = None,
-        stream_interval: int = 1,
+        event_interval: tuple[int, float] = (1, math.inf),
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
         fair_lock: FairLock | None = None,
         rebuild: Callable[[int], Batcher] | None = None,
@@ -104,7 +105,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._queue_limits = queue_limits or QueueLimits()
         self._admission = Admission(info, self._queue_limits)
-        self._stream_interval = stream_interval
+        self._event_interval = event_interval
         self._context = context
         self._fair_lock = fair_lock
         self._replacement = BatcherReplacement(rebuild)
@@ -168,7 +169,7 @@ class EngineCore:
                 self._eos_token_ids,
                 self._admission.longest(request, len(request.prompt_ids), self._batcher.refusal),
                 self._queue_limits.request_timeout,
-                self._stream_interval,
+                self._event_interval,
             )
             for request in requests
         ]
@@ -429,9 +430,8 @@ class EngineCore:
 
     def _step(self) -> bool:
         lock = self._fair_lock
-        with nullcontext(False) if lock is None else lock.held_by(self._batcher.progress) as waited:
-            if waited:
-                self._batcher.others_stepped()
+        with nullcontext(0) if lock is None else lock.held_by(self._batcher.progress) as others:
+            self._batcher.takes_turns_with(others)
             began = time.monotonic()
             self._batcher.progress.at("a step")
             busy = self._batcher.step(self._deliver, self._poll, self._yield_device)

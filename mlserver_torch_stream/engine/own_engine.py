@@ -148,7 +148,7 @@ def _start(
         info,
         loaded.eos_token_ids,
         queue_limits=queue_limits(settings),
-        stream_interval=settings.stream_interval,
+        event_interval=settings.event_interval,
         # Our kernels have threads of their own. OpenMP's threads spin after each operation and would slow them.
         context=partial(torch_inference, 1 if prepared.has_threads else load.threads),
         fair_lock=prepared.fair_lock,

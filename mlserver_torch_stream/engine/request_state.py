@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Sequence as Ids
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
+_CHARACTER_TOKENS = 4  # a character has at most four bytes, and each may be a token
 # Answers without ``max_tokens`` may fill the context, but most of them end long before.
 _ASSUMED_TOKENS = 1024
 
@@ -51,8 +53,9 @@ class SequenceState:
         self._max_tokens = 0  # known from the first token on
         self._error: Exception | None = None
         self._prompt_shown = False
-        self._interval = request.stream_interval
-        self._next_event_at = 0  # the number of tokens at which the next event is due
+        self._interval, self._interval_s = request.event_interval
+        self._shown = 0  # the number of tokens at the newest event
+        self._shown_at: float | None = None  # the time of the newest event
 
     @property
     def request(self) -> RequestState:
@@ -78,6 +81,17 @@ class SequenceState:
         if start >= known:
             return self.tokens[start - known : stop - known]
         return [*prompt[start:], *self.tokens[: stop - known]]
+
+    @property
+    def waits_since(self) -> float:
+        """When the reader last got an event; before the first event, when the prompt became complete."""
+        return self.request.whole_at if self._shown_at is None else self._shown_at
+
+    @property
+    def splits_character(self) -> bool:
+        """Whether the reader, who has got an event before, gets none until the next tokens complete a character."""
+        new = len(self.tokens) - self._shown
+        return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._writer.incomplete
 
     @property
     def matcher(self) -> TokenMatcher | None:
@@ -165,15 +179,11 @@ class SequenceState:
     def take_events(self) -> Ids[TokenEvent]:
         """Returns the events since the last call; none after the sequence's last event.
 
-        No event is returned while all new text is held back, or while there are fewer new tokens than an event should
-        have.
+        No event is returned while all new text is held back, or before the next event is due.
         """
-        goes_on = self.finish_reason is None
-        if self.last_event_taken or (goes_on and len(self.tokens) < self._next_event_at):
+        if self.last_event_taken or (self.finish_reason is None and not (self._is_due and self._writer.has_output)):
             return ()
-        if goes_on and not self._writer.has_output:
-            return ()
-        self._next_event_at = len(self.tokens) + self._interval
+        self._shown, self._shown_at = len(self.tokens), time.monotonic()
         events = self._writer.take()
         for event in events:
             event.prompt_ids = self._input.prompt_ids
@@ -191,6 +201,13 @@ class SequenceState:
                 )
             )
         return events
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether there are enough new tokens for an event, or the last event was long enough ago."""
+        if self._shown_at is None or len(self.tokens) >= self._shown + self._interval:
+            return True
+        return time.monotonic() >= self._shown_at + self._interval_s
 
     def _stop_reason(self) -> int | str | None:
         if self.finish_reason is not FinishReason.STOP:
@@ -211,13 +228,13 @@ class RequestState:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         default_timeout: float | None = None,
-        stream_interval: int = 1,
+        event_interval: tuple[int, float] = (1, math.inf),
     ) -> None:
         """``max_model_len`` is the result of ``Admission.longest``; for an open request ``seal`` replaces it."""
         self.input = input
         self.mailbox = mailbox
         self.max_model_len = max_model_len
-        self.stream_interval = stream_interval
+        self.event_interval = event_interval
         self.end_ids = _end_ids(input.sampling, eos_token_ids)
         # From submit to the last token.
         self.timeout_s = default_timeout if input.timeout_s is None else input.timeout_s

@@ -84,8 +84,8 @@ class FairLock:
         self.progress: StepProgress | None = None  # the progress of the engine that holds the lock
 
     @contextmanager
-    def held_by(self, progress: StepProgress) -> Iterator[bool]:
-        """Holds the lock during the ``with`` block, and yields whether this thread had to wait for another thread.
+    def held_by(self, progress: StepProgress) -> Iterator[int]:
+        """Holds the lock during the ``with`` block, and yields for how many other threads this thread had to wait.
 
         ``progress`` shows the engines that wait for the lock how long the holder's step has taken.
         """
@@ -96,17 +96,18 @@ class FairLock:
             finally:
                 self.progress = None
 
-    def __enter__(self) -> bool:
-        """Takes the lock, and returns whether this thread had to wait for another thread."""
+    def __enter__(self) -> int:
+        """Takes the lock, and returns for how many other threads this thread had to wait."""
         with self._lock:
             if not self._held:
                 self._held = True
-                return False
+                return 0
             gate = threading.Lock()
             gate.acquire()
             self._waiting.append(gate)
+            before = len(self._waiting)  # the holder, and those that asked earlier
         gate.acquire()
-        return True
+        return before
 
     def __exit__(self, *_: object) -> None:
         with self._lock:

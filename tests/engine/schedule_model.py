@@ -6,6 +6,7 @@ Needs no torch. As in a transformer, the key at a position and the next token de
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -240,10 +241,13 @@ class ModelledEngine:
             assert tokens <= self.limits.token_budget
             if self.limits.beside_budget is not None and len(prompts) < len(plan.parts):
                 assert tokens <= self.limits.beside_budget
-        if prompt_budget is not None and not self.limits.whole_prompts:
+        if prompts and prompt_budget is not None and not self.limits.whole_prompts:
+            if not prompt_budget.least and len(prompts) == len(plan.parts):
+                prompt_budget = PromptBudget(math.inf)  # nothing else could run
             cost = sum(prompt_budget.cost_of(part.start, part.count) for part in prompts)
             single = len(prompts) * prompt_budget.cost_of(CONTEXT, 1)  # each prompt gets a token at least
-            assert cost <= prompt_budget.cost + single or prompts[0].count <= prompt_budget.least
+            least = max(prompt_budget.least, self.limits.prefill_floor)
+            assert cost <= max(0.0, prompt_budget.cost) + single or prompts[0].count <= least
         self.largest = max(self.largest, tokens)
 
     def launch(self, plan: StepPlan) -> None:

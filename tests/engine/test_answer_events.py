@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from itertools import pairwise
 
@@ -43,7 +44,10 @@ def _events(
     ids = spelled(said)
     asked = EngineRequest(prompt_of(5), params or greedy(len(ids)), answer=answer)
 
-    with running(model, context=8192, stream_interval=stream_interval) as engine, dictated(model, ids, prompt=5):
+    with (
+        running(model, context=8192, event_interval=(stream_interval, math.inf)) as engine,
+        dictated(model, ids, prompt=5),
+    ):
 
         async def scenario() -> list[TokenEvent]:
             return [event async for event in engine.submit([asked])]

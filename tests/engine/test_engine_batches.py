@@ -15,10 +15,12 @@ from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
+from mlserver_torch_stream.engine.watchdog import FairLock
 from tests.engine.tiny import (
     Watch,
     batcher_over,
     decodes,
+    dictated,
     greedy,
     idle,
     prompt_of,
@@ -26,9 +28,11 @@ from tests.engine.tiny import (
     run,
     run_with_engine,
     running,
+    spelled,
     tiny_model,
     tokens_of,
     until,
+    watched,
 )
 
 LONG = 2048
@@ -192,6 +196,92 @@ def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(model:
         run_with_engine(scenario, model, prefill_tokens=512, context=LONG, step_target=target)
         largest.append(max(sum(len(ids) for ids in call if len(ids) > 1) for call in watch.calls))
     assert largest[0] <= 50 < 150 <= largest[1]
+
+
+@pytest.mark.long
+def test_a_reader_of_a_character_of_three_tokens_waits_for_one_step_with_prompts(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    """The target has time for one page of a prompt, at 2 ms a token, and a character is three tokens."""
+    ids = spelled("日本語")
+    prompt_tokens: list[int] = []  # of all prompts in the steps between two events of the stream
+
+    async def scenario(engine: EngineCore) -> None:
+        stream = engine.submit([EngineRequest(prompt_of(5), greedy(240))])
+        await anext(stream)
+        late = [asyncio.create_task(tokens_of(engine, prompt_of(320, seed), greedy(1))) for seed in range(2)]
+        async for _ in stream:
+            pass
+        await asyncio.gather(*late)
+
+    def take_time(call: list[list[int]]) -> None:
+        if [ids[2]] in call or [ids[5]] in call or [ids[8]] in call:  # the reader has got the character
+            prompt_tokens.append(0)
+        chunks = sum(len(row) for row in call if len(row) > 1)
+        if prompt_tokens:
+            prompt_tokens[-1] += chunks
+        time.sleep(0.002 * chunks)
+
+    watch.fail = take_time
+    options = {"prefill_tokens": 512, "page_size": 16, "context": LONG, "step_target": 0.05}
+    with running(model, **options) as engine, dictated(model, ids, prompt=5):
+        run(scenario(engine))
+    assert sum(prompt_tokens) >= 600
+    assert sum(tokens > 32 for tokens in prompt_tokens) <= 2  # before the cost of a prompt token was known
+
+
+@pytest.mark.long
+def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch
+) -> None:
+    """Decoding takes 40 ms, twice the target, so a prompt gets a quarter of that time at first, at 1 ms a token."""
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.02)
+
+    def add(prompt: tuple[int, ...], count: int, age: float = 0.0) -> RequestState:
+        mailbox = Mailbox(loop, 1, lambda mailbox: None)
+        request = RequestState(EngineRequest(prompt, greedy(count)), mailbox, codec, (), LONG)
+        request.whole_at -= age
+        batcher.add(request)
+        while len(request.sequences[0].tokens) < min(count, 10):
+            with torch.inference_mode():
+                batcher.step(lambda sequences: None, lambda: False, lambda: None)
+        return request
+
+    watch.fail = lambda call: time.sleep(0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1))
+    stream = add(prompt_of(5), 500)
+    steps = []
+    for seed, age in ((1, 0.0), (2, 0.0), (3, 1000.0)):
+        watch.calls.clear()
+        add(prompt_of(200, seed), 1, age)
+        steps.append(len(watch.calls))
+    assert steps[2] < 0.7 * steps[1]
+    assert not stream.finished
+
+
+@pytest.mark.long
+def test_a_prompt_leaves_time_for_the_streams_of_another_engine_on_the_device(
+    model: PreTrainedModel, watch: Watch
+) -> None:
+    """A prompt token takes 2 ms, and both engines together take 100 ms, so about 25 tokens fit into a step."""
+    lock, other = FairLock(), tiny_model("llama", seed=1)
+
+    async def scenario(engine: EngineCore, streaming: EngineCore, beside: Watch) -> None:
+        stream = asyncio.create_task(tokens_of(streaming, prompt_of(5), greedy(230)))
+        await beside.hold()
+        late = asyncio.create_task(tokens_of(engine, prompt_of(400), greedy(1)))
+        await until(lambda: bool(lock._waiting), "the engine that waits")
+        beside.let_go()
+        await asyncio.gather(stream, late)
+
+    def take_time(call: list[list[int]]) -> None:
+        time.sleep(0.002 * sum(len(row) for row in call if len(row) > 1))
+
+    options = {"prefill_tokens": 512, "context": LONG, "step_target": 0.1, "fair_lock": lock}
+    with running(model, **options) as engine, watched(other) as beside, running(other, **options) as streaming:
+        watch.fail = take_time
+        watch.calls.clear()
+        run(scenario(engine, streaming, beside))
+    assert max(len(row) for call in watch.calls for row in call) <= 100
 
 
 def test_a_beginning_of_many_requests_at_once_is_computed_once_and_held_once(model: PreTrainedModel) -> None:

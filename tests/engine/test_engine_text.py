@@ -1,6 +1,7 @@
 """The events that a reader gets: whole characters, in order, merged when the reader lags."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import MAX_PER_EVENT, FinishReason, SamplingParameters, TokenEvent
 from tests.engine.tiny import (
@@ -157,7 +159,7 @@ def test_events_between_the_first_and_the_last_have_the_tokens_of_an_interval(
         watch.fail = in_step_with(asyncio.get_running_loop())
         return await events_of(engine, prompt_of(5), greedy(len(ids), logprobs=True))
 
-    with running(model, stream_interval=8) as engine, dictated(model, ids, prompt=5):
+    with running(model, event_interval=(8, math.inf)) as engine, dictated(model, ids, prompt=5):
         first, *others, last = run(scenario(engine))
     assert len(first.token_ids) == 1 and last.finish_reason is FinishReason.LENGTH
     assert others and all(len(event.token_ids) >= 8 for event in others)
@@ -165,6 +167,23 @@ def test_events_between_the_first_and_the_last_have_the_tokens_of_an_interval(
     assert [token for event in events for token in event.token_ids] == ids
     assert [entry.token_id for event in events for entry in event.logprobs] == ids
     assert "".join(event.text for event in events) == said
+
+
+def test_an_event_is_due_after_its_time_or_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop, 1, lambda mailbox: None)
+    given = EngineRequest(prompt_of(3), greedy(50))
+    request = RequestState(given, mailbox, CODEC, (), 100, event_interval=(5, 0.2))
+    sequence, sizes = request.sequences[0], list[int]()
+    for token in spelled("The quick brown fox"):
+        sequence.accept(token, None)
+        sequence.write()
+        sizes.append(sum(len(event.token_ids) for event in sequence.take_events()))
+        now += 0.01 if len(sizes) < 8 else 0.15
+    loop.close()
+    assert sizes == [1, 0, 0, 0, 0, 5, 0, 0, 0, 4, 0, 2, 0, 2, 0, 2, 0, 2, 0]
 
 
 def test_tokens_within_an_interval_come_with_an_end_from_outside(model: PreTrainedModel, watch: Watch) -> None:
@@ -175,7 +194,7 @@ def test_tokens_within_an_interval_come_with_an_end_from_outside(model: PreTrain
         request = EngineRequest(prompt_of(5), greedy(150), timeout_s=1.0)
         return [event async for event in engine.submit([request])]
 
-    with running(model, stream_interval=1000) as engine:
+    with running(model, event_interval=(1000, math.inf)) as engine:
         first, last = run(scenario(engine))
     assert last.finish_reason is FinishReason.TIMEOUT and last.usage is not None
     assert len(first.token_ids) + len(last.token_ids) == last.usage.num_output_tokens

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mlserver_torch_stream.engine.machine import read_host
 from mlserver_torch_stream.engine.model import ModelLoad
 from mlserver_torch_stream.engine.own_engine import with_device_defaults
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
@@ -181,8 +183,9 @@ def test_a_saved_folder_becomes_an_engine_that_answers(tiny_model: Path) -> None
     assert not resources._promised
 
 
-def test_the_stream_interval_of_the_settings_holds_for_the_engine(tiny_model: Path) -> None:
-    one = built(tiny_model, ProcessResources(), stream_interval=100)
+@pytest.mark.parametrize("interval", [{"stream_interval": 100}, {"stream_interval_ms": 3_600_000}])
+def test_the_stream_interval_of_the_settings_holds_for_the_engine(tiny_model: Path, interval: dict[str, Any]) -> None:
+    one = built(tiny_model, ProcessResources(), **interval)
 
     async def events() -> list[TokenEvent]:
         params = SamplingParameters(max_tokens=60, ignore_eos=True)
@@ -193,6 +196,17 @@ def test_the_stream_interval_of_the_settings_holds_for_the_engine(tiny_model: Pa
     finally:
         one.shutdown()
     assert len(found) <= 2 and sum(len(event.token_ids) for event in found) == 60
+
+
+def test_a_target_of_the_settings_bounds_the_prompts_of_a_step_by_time_alone(tiny_model: Path) -> None:
+    found = []
+    for extra in ({}, {"step_target": 250}):
+        one = built(tiny_model, ProcessResources(), **extra)
+        batcher = one.engine._batcher
+        one.shutdown()
+        assert isinstance(batcher, ContinuousBatcher)
+        found.append(batcher._scheduler.limits.beside_budget)
+    assert found == [128, None]
 
 
 def test_a_cache_too_small_for_one_row_is_refused_at_load_and_gives_its_promise_back(tiny_model: Path) -> None:

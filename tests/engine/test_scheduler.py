@@ -79,6 +79,7 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
     engine = ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
     if dice.random() < 0.5:
         budgets = [PromptBudget(dice.randint(1, 40), per_key, least) for per_key in (0.0, 0.1) for least in (1, 4)]
+        budgets += [PromptBudget(dice.randint(0, 12), 0.1, 0), PromptBudget(dice.randint(1, 40), 0.0, 1, 0.5)]
         engine.prompt_budget = lambda: dice.choice([None, *budgets])
     return engine
 
@@ -239,6 +240,57 @@ def test_the_prompts_of_a_step_keep_to_the_budget_that_it_is_given_and_drafts_do
     assert plan.prompt_tokens == 4 and [len(part.drafts) for part in plan.parts] == [3, 0]
     engine.prompt_budget = lambda: PromptBudget(1000)
     assert computed(engine) == 6
+
+
+def test_drafts_and_prompts_of_a_step_share_its_time() -> None:
+    engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: [1, 2, 3])
+    for number in range(4):
+        engine.add(request_of(prompt_of(4, number), 40))
+    engine.step()
+    engine.prompt_budget = lambda: PromptBudget(20, 0.0, 4, per_draft=1.0)
+    alone = engine.step()
+    assert sum(len(part.drafts) for part in alone.parts) == 12
+    engine.add(request_of(prompt_of(100, 9), 40))
+    beside = engine.step()
+    assert sum(len(part.drafts) for part in beside.parts) == 12 and beside.prompt_tokens == 8
+    engine.prompt_budget = lambda: PromptBudget(10, 0.0, 4, per_draft=1.0)
+    beside = engine.step()
+    assert sum(len(part.drafts) for part in beside.parts) == 6 and beside.prompt_tokens == 4
+
+
+def test_a_budget_without_a_least_computes_no_prompt_that_does_not_fit() -> None:
+    engine = engine_of(token_budget=64, pages=400)
+    engine.add(request_of(prompt_of(4), 90))
+    engine.step()
+    engine.add(request_of(prompt_of(100, 1), 5))
+    costs = iter((8.0, 3.0, -5.0, 0.0, 9.0))
+    engine.prompt_budget = lambda: PromptBudget(next(costs), 0.0, 0)
+    assert [computed(engine) for _ in range(5)] == [8, 0, 0, 0, 8]
+
+
+def test_a_chunk_that_is_a_forward_of_its_own_has_as_many_tokens_as_it_costs() -> None:
+    engine = engine_of(token_budget=64, prefill_floor=16, pages=400)
+    engine.add(request_of(prompt_of(4), 90))
+    engine.step()
+    engine.prompt_budget = lambda: PromptBudget(8, 0.0, 4)
+    engine.add(request_of(prompt_of(40, 1), 5))
+    assert [computed(engine) for _ in range(3)] == [16, 16, 8]
+
+
+def test_no_prompt_begins_with_the_few_tokens_that_another_leaves() -> None:
+    """The chunks of the first prompt end at pages of four tokens, so each step has a few tokens left."""
+    engine = engine_of(token_budget=18, pages=400)
+    for number in range(2):
+        engine.add(request_of(prompt_of(41, number), 5))
+    plans = [engine.step() for _ in range(5)]
+    assert [[part.count for part in plan.parts if part.prefills] for plan in plans[:4]] == [[16], [16], [9, 8], [16]]
+    engine = engine_of(token_budget=64, pages=400)
+    engine.prompt_budget = lambda: PromptBudget(18, 0.01)
+    for number in range(2):
+        engine.add(request_of(prompt_of(60, number), 5))
+    while not engine.idle:
+        chunks = [part for part in engine.step().parts if part.prefills]
+        assert all(part.count >= 4 or part.samples for part in chunks)
 
 
 def test_prompts_that_cannot_be_cut_come_one_per_step() -> None:

@@ -104,7 +104,7 @@ def test_any_times_give_a_number_that_grows_with_the_target(
     found = [fitting(cost, target, rows) for target in sorted(targets)]
     assert found == sorted(found) and found[0] >= 1
     largest = max((prompt for prompt, _, _ in steps), default=0)
-    assert found[-1] <= max(1, 2 * largest + 1e-6)
+    assert found[-1] <= max(1, 2.25 * largest + 1e-6)
     assert math.isfinite(cost.of(rows, 64)) and cost.of(rows, 64) >= 0 and cost.per_row >= 0
 
 
@@ -114,6 +114,29 @@ def test_what_fits_beside_decoding_that_takes_all_the_time_is_a_quarter_of_it() 
     assert fitting(cost, 0.01, 4) == pytest.approx(0.058 / 4 / 0.001, rel=0.2)
 
 
+def test_prompts_that_wait_for_long_get_as_much_time_as_decoding() -> None:
+    cost = StepCost()
+    learn(cost, 0.05, 0.001, 0.002)
+    found = [cost.budget(0.01, 4, waited=waited).cost for waited in (0.0, 10.0, 30.0, 1e6)]
+    assert found[1] == pytest.approx(2 * found[0], rel=0.2)
+    assert found[2] == found[3] == pytest.approx(0.058 / 0.001, rel=0.2)
+
+
+def test_time_that_has_passed_before_a_step_leaves_its_prompts_the_rest_or_nothing() -> None:
+    cost = StepCost()
+    learn(cost, 0.05, 0.001, 0.002)
+    whole, rest, none = (cost.budget(0.2, 4, 16, spent=spent) for spent in (0.0, 0.1, 0.19))
+    assert (whole.least, rest.least, none.least) == (16, 0, 0)
+    assert whole.cost == pytest.approx(142, rel=0.1) and rest.cost == pytest.approx(42, rel=0.2) and none.cost < 16
+    assert cost.budget(0.06, 4, 16, spent=0.05) == cost.budget(0.06, 4, 16)  # decoding and a page take longer
+
+
+def test_drafts_cost_what_a_row_takes_in_prompt_tokens() -> None:
+    cost = StepCost()
+    learn(cost, 0.05, 0.001, 0.002)
+    assert cost.budget(0.2, 4).per_draft == pytest.approx(2.0, rel=0.2)
+
+
 def test_sizes_grow_step_by_step_to_the_target() -> None:
     """The cost is not linear: up to some number of tokens, a step takes the time in which the weights are read."""
     cost, sizes = StepCost(), [16]
@@ -121,9 +144,19 @@ def test_sizes_grow_step_by_step_to_the_target() -> None:
         cost.note(0, 4, 0.100)
         cost.note(sizes[-1], 4, max(0.100, 0.005 * sizes[-1]) + 0.02)
         sizes.append(int(cost.budget(0.5, 4, least=16).cost))
-    assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
+    assert all(later <= 2.25 * earlier for earlier, later in pairwise(sizes))
     assert max(sizes) * 0.005 + 0.02 <= 1.25 * 0.5
     assert sizes[-1] == pytest.approx(0.48 / 0.005, rel=0.1)
+
+
+def test_steps_of_a_page_grow_although_each_page_has_more_keys_before_it() -> None:
+    cost, start = StepCost(), 0
+    for _ in range(20):
+        cost.note(0, 4, 0.100)
+        cost.note(16, 4, 0.100 + 16 * (0.001 + 1e-6 * start), 16 * (start + 8))
+        start += 16
+    budget = cost.budget(0.5, 4, least=16)
+    assert 32 <= budget.fitting(budget.cost, start) < 48
 
 
 def test_the_share_of_keys_in_the_time_of_a_prompt_token_is_learnt() -> None:
@@ -161,7 +194,38 @@ SHAPES = {
     "135M": (0.012, 0.00045, 0.0015, 0.00014),
     "135M on AVX2": (0.012, 0.0013, 0.0015, 0.00115),
     "1.1B": (0.09, 0.0042, 0.009, 0.0008),
+    "8B": (0.5, 0.035, 0.045, 0.004),
 }
+
+
+def test_a_prompt_beside_sixteen_slow_streams_is_computed_sooner_because_it_waits() -> None:
+    """Decoding alone takes longer than the target. The real scheduler plans the steps; their durations are computed."""
+    base, per_prompt, per_row, _ = SHAPES["8B"]
+
+    def first_token(*, ages: bool) -> float:
+        cost, spec, now = StepCost(), CacheSpec(16, (LayerGroup((0,), token_bytes=4),)), 0.0
+        scheduler = Scheduler(SchedulerLimits(32, 512, (2000,), 10**12), spec)
+        *streams, late = [request_of(range(size), 10**6, context=10**7) for size in (*range(1, 17), 2000)]
+        for request in streams:
+            scheduler.add(request)
+        for step in range(1000):
+            if step == 20:
+                scheduler.add(late)
+                now = 0.0
+            rows = scheduler.running_sequences
+            plan = scheduler.schedule((), cost.budget(0.5, rows, 16, waited=now if ages else 0.0) if rows else None)
+            decoding = sum(not part.prefills for part in plan.parts)
+            seconds = base + per_row * decoding + per_prompt * plan.prompt_tokens
+            cost.note(plan.prompt_tokens, decoding, seconds)
+            now += seconds
+            for part in plan.parts:
+                scheduler.advance(part, part.count)
+                part.sequence.tokens += [1] * len(part.samples)
+            if late.sequences[0].tokens:
+                return now
+        raise AssertionError("the prompt starves")
+
+    assert first_token(ages=True) < 0.8 * first_token(ages=False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -139,7 +140,7 @@ def running(
     fair_lock: FairLock | None = None,
     eos_token_ids: tuple[int, ...] = (),
     rebuild: Callable[[int], Batcher] | None = None,
-    stream_interval: int = 1,
+    event_interval: tuple[int, float] = (1, math.inf),
     **more: Any,
 ) -> Iterator[EngineCore]:
     """An engine over the model, batched unless ``batcher`` is given, and shut down at the end.
@@ -156,7 +157,7 @@ def running(
     engine = EngineCore(
         *(batcher, codec, info, eos_token_ids),
         queue_limits=queue_limits,
-        stream_interval=stream_interval,
+        event_interval=event_interval,
         context=partial(torch_inference, 1),
         fair_lock=fair_lock,
         rebuild=rebuild,

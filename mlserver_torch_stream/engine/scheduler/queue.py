@@ -62,12 +62,16 @@ class PromptBudget:
     """Bounds the prompt tokens of one step by their cost.
 
     A prompt token with ``k`` keys before it costs ``1 + per_key * k``. All prompt tokens of the step together cost at
-    most ``cost``, but the first prompt gets at least ``least`` tokens, whatever they cost.
+    most ``cost``. But the first prompt gets at least ``least`` tokens, whatever they cost, and at least the limits'
+    ``prefill_floor``, because fewer tokens would take as long; if ``least`` is 0, it gets only tokens that fit.
+
+    While prompts wait, each draft costs ``per_draft``, and the drafts leave enough for the ``least`` tokens.
     """
 
     cost: float
     per_key: float = 0.0
     least: int = 1
+    per_draft: float = 0.0
 
     def cost_of(self, start: int, tokens: int) -> float:
         """Returns the cost of ``tokens`` prompt tokens from position ``start`` on."""
@@ -75,7 +79,7 @@ class PromptBudget:
 
     def fitting(self, cost: float, start: int) -> int:
         """Returns how many prompt tokens, from position ``start`` on, can be computed at a total cost of ``cost``."""
-        linear, square = 1 + self.per_key * start, self.per_key / 2
+        linear, square, cost = 1 + self.per_key * start, self.per_key / 2, max(0.0, cost)
         return int(2 * cost / (linear + math.sqrt(linear * linear + 4 * square * cost)))
 
 

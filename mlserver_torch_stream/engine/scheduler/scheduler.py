@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
@@ -30,6 +30,9 @@ any.
 # 150 requests of about 60 tokens, at most 32 at a time, in a full cache with pages of 16: 0 gave 32 preemptions in 206
 # steps, 8 gave none in 224 steps, 16 gave none in 245 steps.
 _SOON = 8
+# A step that computes a prompt takes a further prompt only while there is room for so many tokens, because each chunk
+# adds a sequence to the step and holds pages, however few its tokens are.
+_SHORTEST_CHUNK = 16
 # The maximum number of prompt rows that a step scores: 256 rows of 150,000 tokens take 150 MB in float32.
 _MAX_SCORED_ROWS = 256
 
@@ -73,7 +76,9 @@ class StepDraft:
         self._prompt_tokens = 0
         self.left = limits.budget(decodes=decodes)
         self._rows_left = _MAX_SCORED_ROWS
+        self._shortest = max(min(page_size, _SHORTEST_CHUNK), limits.prefill_floor)
         self._prompt_budget = PromptBudget(math.inf) if prompt_budget is None else prompt_budget
+        self._least = max(self._prompt_budget.least, limits.prefill_floor) if self._prompt_budget.least else 0
         self._cost_left = self._prompt_budget.cost
         self.decoding: list[ScheduledSequence] = []
         self.copies: list[tuple[int, int, int]] = []
@@ -86,10 +91,14 @@ class StepDraft:
         """Whether the step has room for more prompt tokens."""
         if self._limits.whole_prompts:
             return not self._prompt_tokens
-        return min(self.left, self._cost_left, self._rows_left) > 0
+        if min(self.left, self._rows_left) <= 0:
+            return False
+        if not self._prompt_tokens and self._least:
+            return True
+        return min(self.left, self._cost_left) >= self._shortest
 
     def chunk(self, scheduled: ScheduledSequence) -> int:
-        """Returns how many of a prompt's next tokens the step takes.
+        """Returns how many of a prompt's next tokens the step takes; 0 if too few of them fit beside other prompts.
 
         If possible, the chunk ends at the end of a page. Then the next chunk can use the prefix cache if another
         sequence has meanwhile computed the chunk's first page.
@@ -100,6 +109,9 @@ class StepDraft:
         most = min(left, tokens - unscored + self._rows_left) if unscored else left
         if self._limits.whole_prompts or tokens <= most:
             return tokens
+        if most < self._shortest and (self._prompt_tokens or not self._least):
+            self._cost_left = 0.0  # the step takes no later prompt either
+            return 0
         end = start + int(most)
         whole = end // self._page_size * self._page_size
         return (whole if whole > start else end) - start
@@ -108,7 +120,7 @@ class StepDraft:
         """Returns how many tokens of a prompt, from position ``start`` on, fit into the rest of the prompt budget."""
         if self._cost_left == math.inf:
             return math.inf
-        least = 1 if self._prompt_tokens else self._prompt_budget.least
+        least = 0 if self._prompt_tokens else self._least
         return max(least, self._prompt_budget.fitting(self._cost_left, start))
 
     def add(self, scheduled: ScheduledSequence, count: int, *, decodes: bool) -> None:
@@ -129,6 +141,15 @@ class StepDraft:
             weight = max(count, self._limits.prefill_floor)
             self.left -= weight
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
+
+    def reserve(self, drafts: Sequence[int]) -> Sequence[int]:
+        """Returns as many of the drafts as the prompt budget has time for, and deducts their time."""
+        budget = self._prompt_budget
+        if not budget.per_draft:
+            return drafts
+        drafts = drafts[: int(max(0.0, self._cost_left - self._least) / budget.per_draft)]
+        self._cost_left -= len(drafts) * budget.per_draft
+        return drafts
 
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
         """Returns whether a prompt should wait, because this step writes the page that the prompt needs next.
@@ -244,10 +265,15 @@ class Scheduler:
         """Plans the next step. The ``busy`` sequences are in flight: they keep their pages and are not in the plan.
 
         ``prompt_budget`` bounds the prompt tokens of the step in addition to the limits; None means that there are only
-        the limits.
+        the limits. A budget that would leave the engine with nothing to run is ignored.
         """
+        plan = self._plan(busy, prompt_budget)
+        return plan if plan or busy or prompt_budget is None else self._plan(busy, None)
+
+    def _plan(self, busy: Busy, prompt_budget: PromptBudget | None) -> StepPlan:
         decoding = self._to_decode(busy)
         draft = StepDraft(self.limits, self._spec.page_size, decodes=bool(decoding), prompt_budget=prompt_budget)
+        drafts = self._make_drafts(decoding, draft)
         for scheduled in list(self.admitted):
             if scheduled in decoding and not scheduled.restarts:
                 self._take(scheduled, 1, draft, busy, decodes=True)
@@ -255,7 +281,7 @@ class Scheduler:
                 self._admit_all(draft, busy, scheduled.priority)
                 self._take_chunk(scheduled, draft, busy)
         self._admit_all(draft, busy)
-        self._take_drafts(draft)
+        self._take_drafts(drafts, draft)
         plan = draft.plan(self.ledger.state_copies)
         if plan:
             self.ledger.state_copies = []
@@ -296,7 +322,8 @@ class Scheduler:
         if draft.writes_next(scheduled):
             return
         # Even if the prefix cache has all tokens but the last, the step has not counted this as a decoding sequence.
-        self._take(scheduled, draft.chunk(scheduled), draft, busy, decodes=False)
+        if tokens := draft.chunk(scheduled):
+            self._take(scheduled, tokens, draft, busy, decodes=False)
 
     def _may_restart(self, scheduled: ScheduledSequence) -> bool:
         """Returns whether a preempted sequence may restart: it has enough free pages, or no earlier sequence has any.
@@ -307,19 +334,33 @@ class Scheduler:
             return True
         return self.ledger.fits_for(scheduled, _added(scheduled.needed(self.limits), self._soon_needed()))
 
-    def _take_drafts(self, draft: StepDraft) -> None:
-        """Adds drafts to the decoding sequences, within the rest of the token budget and the free pages."""
+    def _make_drafts(
+        self, decoding: Collection[ScheduledSequence], draft: StepDraft
+    ) -> dict[ScheduledSequence, Sequence[int]]:
+        """Returns the drafts of the sequences that decode.
+
+        While prompts wait, drafts keep to the prompt budget. They come before the prompts, because they save time.
+        """
+        made: dict[ScheduledSequence, Sequence[int]] = {}
         if self._drafts is None:
-            return
-        for scheduled in draft.decoding:
-            sequence, pages = scheduled.sequence, scheduled.pages
-            if draft.left <= 0 or not (drafts := self._drafts(sequence, len(draft.decoding))):
-                continue
-            most = int(min(draft.left, scheduled.request.max_tokens - len(sequence.tokens) - 1))
-            drafts = drafts[: max(0, most)]
-            end = sequence.length + len(drafts)
-            if drafts and self.ledger.fits(pages.lacking(end)):
-                pages.grow(end)
+            return made
+        for scheduled in self.admitted:
+            if scheduled in decoding and (drafts := self._drafts(scheduled.sequence, len(decoding))):
+                most = scheduled.request.max_tokens - len(scheduled.sequence.tokens) - 1
+                made[scheduled] = drafts[: max(0, most)]
+        if made and (self.waiting or any(not scheduled.decodes for scheduled in self.admitted)):
+            return {scheduled: draft.reserve(drafts) for scheduled, drafts in made.items()}
+        return made
+
+    def _take_drafts(self, made: Mapping[ScheduledSequence, Sequence[int]], draft: StepDraft) -> None:
+        """Adds drafts to the decoding sequences, within the rest of the token budget and the free pages."""
+        for scheduled in draft.decoding if made else ():
+            drafts = made.get(scheduled, ())
+            if len(drafts) > draft.left:
+                drafts = drafts[: max(0, int(draft.left))]
+            end = scheduled.sequence.length + len(drafts)
+            if drafts and self.ledger.fits(scheduled.pages.lacking(end)):
+                scheduled.pages.grow(end)
                 draft.add_drafts(scheduled, drafts)
 
     # --- admission ---

@@ -95,8 +95,8 @@ class Batcher(ABC):
         A long step calls ``poll`` and ``yield_device`` between its forwards.
         """
 
-    def others_stepped(self) -> None:  # noqa: B027 most batchers do not time their steps
-        """Records that another engine has used the device since the last step."""
+    def takes_turns_with(self, engines: int) -> None:  # noqa: B027 most batchers do not time their steps
+        """Records, before each step, for how many other ``engines`` on the same device this engine has just waited."""
 
     def count(self, **more: float) -> None:
         """Adds to counters; the next snapshot shows the sums."""

@@ -159,6 +159,7 @@ class ContinuousBatcher(Batcher):
         self._flights: Flights = InlineForwards() if flights is None else flights
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
         self._alone_since = 0.0  # when another engine last released the device
+        self._others = 0  # other engines that use the device in turn with this one
 
     # --- requests ---
 
@@ -178,8 +179,10 @@ class ContinuousBatcher(Batcher):
         self._release(sequence for request in requests for sequence in request.sequences)
         self._gauge()
 
-    def others_stepped(self) -> None:
-        self._alone_since = time.monotonic()
+    def takes_turns_with(self, engines: int) -> None:
+        self._others = engines
+        if engines:
+            self._alone_since = time.monotonic()
 
     def close(self) -> None:
         self._flights.close()
@@ -222,10 +225,22 @@ class ContinuousBatcher(Batcher):
         return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
-        """Returns the limit on the prompt tokens of a step in which ``rows`` rows decode; None means no limit."""
-        if self._step_target is None or not rows:
+        """Returns the limit on the prompt tokens of a step in which ``rows`` rows decode; None means no limit.
+
+        If other engines use the device in turn, their streams wait for this step, too, so each engine gets a share of
+        the target. If a character of a stream is incomplete, its reader has waited since the last event.
+        """
+        if self._step_target is None or not (rows or self._others):
             return None
-        return self._cost.budget(self._step_target, rows, self._min_prompt_tokens)
+        now, waited, spent = time.monotonic(), 0.0, 0.0
+        for scheduled in self._scheduler.admitted:
+            sequence = scheduled.sequence
+            if not sequence.tokens:
+                waited = max(waited, now - sequence.waits_since)
+            elif sequence.splits_character and scheduled.decodes:
+                spent = max(spent, now - sequence.waits_since)
+        target = self._step_target / (1 + self._others)
+        return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
         requests = dict.fromkeys([part.sequence.request for part in plan.parts])

@@ -27,8 +27,13 @@ _ERRORS = 3.0
 
 _OUTLIER = 2.0  # a step that takes longer counts as this many times the expected time, unless the next step is slow too
 _MIN_STEPS = 3  # before these no step is an outlier
-_MAX_GROWTH = 2.0  # times the largest measured number of prompt tokens: beyond it the line is a guess
-_FLOOR_SHARE = 0.25  # prompts get at least this share of the time that the decoding rows take
+# Times the largest measured number of prompt tokens: beyond it the line is a guess. More than 2, because two pages cost
+# more than twice as much as the page before them, which has fewer keys before it.
+_MAX_GROWTH = 2.25
+# Prompts get at least this share of the time that the decoding rows take. The share grows while the oldest prompt
+# waits, and has doubled after ``_STARVING`` seconds, until prompts get as much time as the rows.
+_FLOOR_SHARE = 0.25
+_STARVING = 10.0
 _MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or less
 
 
@@ -152,19 +157,30 @@ class StepCost:
             seconds += max(0.0, line.seconds + self._per_prompt_token * (counted - line.size))
         return seconds
 
-    def budget(self, target: float, rows: int, least: int = 1) -> PromptBudget:
+    def budget(
+        self, target: float, rows: int, least: int = 1, *, waited: float = 0.0, spent: float = 0.0
+    ) -> PromptBudget:
         """Returns how many prompt tokens a step of ``target`` seconds can compute beside ``rows`` rows.
 
         Prompts get at least a quarter of the time of the rows, even if the step then exceeds the target, so that no
-        prompt starves. A step gets at least ``least`` prompt tokens, and at most twice the largest number of a recent
-        step. The worse the predictions of recent steps, the smaller the budget.
+        prompt starves; the share grows with the seconds for which the oldest prompt has ``waited``. A step gets at
+        least ``least`` prompt tokens, and about twice the largest number of a recent step at most. The worse the
+        predictions of recent steps, the smaller the budget.
+
+        If ``spent`` seconds of the target have passed before the step, the step gets only the prompt tokens that fit
+        into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens takes longer than
+        the target: then every step is late, and prompts would only wait longer.
         """
         line, decoding = self._prompts, self.of(rows)
         if not line.weight:
             return PromptBudget(least, 0.0, least)
-        seconds = max(target * self._caution - decoding, _FLOOR_SHARE * decoding)
-        tokens = line.size + (seconds - line.seconds) / self._per_prompt_token
-        return PromptBudget(max(least, min(tokens, _MAX_GROWTH * self._largest)), self.per_key, least)
+        if spent and self.of(rows, least) <= target:
+            seconds, least = (target - spent) * self._caution - decoding, 0
+        else:
+            share = min(1.0, _FLOOR_SHARE * (1 + waited / _STARVING))
+            seconds = max(target * self._caution - decoding, share * decoding)
+        tokens = min(line.size + (seconds - line.seconds) / self._per_prompt_token, _MAX_GROWTH * self._largest)
+        return PromptBudget(max(least, tokens), self.per_key, least, self.per_row / self._per_prompt_token)
 
     @property
     def _caution(self) -> float:

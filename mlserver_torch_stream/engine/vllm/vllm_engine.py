@@ -101,7 +101,7 @@ def run_vllm(
         info,
         eos_token_ids(generation_config, tokenizer),
         queue_limits=queue_limits(settings),
-        stream_interval=settings.stream_interval,
+        event_interval=settings.event_interval,
         rebuild=workers.next,
         on_death=on_death,
         name=source.name,
