@@ -3,9 +3,9 @@
 ``tokens``: a handler that generates with transformers, in cells with ``batchSize`` 1 and 16 and with 1, 4 and 16
 clients, streamed and whole. Both servers run, and each cell is measured on one right after the other. The tokens of the
 cells with one client are compared. ``requests``: a handler that answers at once, called over 64 connections of ``wrk``,
-which uses a small part of a core. Only one server runs at a time. Both servers get the same archive and
-config.properties, are called on ``/predictions/{model}`` by the same client, and take turns in each round. Cells are
-medians over the rounds. Needs Java and, for ``requests``, Debian's ``wrk``.
+which uses a small part of a core, with bodies of each size. Only one server runs at a time. Both servers get the same
+archive and config.properties, are called on ``/predictions/{model}`` by the same client, and take turns in each round.
+Cells are medians over the rounds. Needs Java and, for ``requests``, Debian's ``wrk``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.servers import EMBEDDED
 _PROMPT_TOKENS = 32
 _CLIENTS, _BATCH_SIZES = (1, 4, 16), (1, 16)
 _ANSWERS = 8  # of a cell, at least
-_WRK = 'wrk.method="POST"\nwrk.body="x"\nwrk.headers["Content-Type"]="application/octet-stream"\n'
+_WRK = 'wrk.method="POST"\nwrk.body=string.rep("x", {})\nwrk.headers["Content-Type"]="application/octet-stream"\n'
 _MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 
 Servers = Sequence[PredictionServer]
@@ -141,22 +141,25 @@ def _requests(servers: Servers, options: argparse.Namespace, found: Measured) ->
     """Measures requests; the servers run in turn."""
     for number in range(options.rounds):
         for server in _in_turn(servers, number):
-            found.add(server.name, "requests", _by_wrk(server, options.seconds))
+            config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 100}
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                serves = serving(server, folder, "echo", config, job_queue_size=1000)
+                url, pid = stack.enter_context(serves)
+                for size in options.body_bytes:
+                    found.add(server.name, f"bodies of {size} bytes", _by_wrk(url, pid, size, options.seconds))
 
 
-def _by_wrk(server: PredictionServer, seconds: int) -> Figures:
+def _by_wrk(url: str, pid: int, size: int, seconds: int) -> Figures:
     """Returns requests/s, the latencies, and the server's CPU seconds for 1,000 requests."""
-    config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 1, "maxBatchDelay": 100}
-    with tempfile.TemporaryDirectory() as name:
-        folder, script = Path(name) / "server", Path(name) / "post.lua"
-        folder.mkdir()
-        script.write_text(_WRK)
-        with serving(server, folder, "echo", config, job_queue_size=1000) as (url, pid):
-            wrk = ["wrk", "-t1", "-c64", "--latency", "-s", str(script)]
-            subprocess.run([*wrk, "-d3s", url], check=True, capture_output=True)
-            before = cpu_seconds(pid)
-            said = subprocess.run([*wrk, f"-d{seconds}s", url], check=True, capture_output=True, text=True).stdout
-            used = cpu_seconds(pid) - before
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+        script.write(_WRK.format(size))
+        script.flush()
+        wrk = ["wrk", "-t1", "-c64", "--latency", "-s", script.name]
+        subprocess.run([*wrk, "-d3s", url], check=True, capture_output=True)
+        before = cpu_seconds(pid)
+        said = subprocess.run([*wrk, f"-d{seconds}s", url], check=True, capture_output=True, text=True).stdout
+        used = cpu_seconds(pid) - before
     if "Non-2xx" in said or "Socket errors" in said:
         raise RuntimeError(said)
     rate = float(re.findall(r"Requests/sec:\s*([\d.]+)", said)[0])
@@ -176,6 +179,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("part", choices=tuple(_PARTS))
     parser.add_argument("--tokens", type=int, default=16, help="in each answer (%(default)s)")
     parser.add_argument("--seconds", type=int, default=10, help="for which requests are sent (%(default)s)")
+    parser.add_argument("--body-bytes", type=int, nargs="+", default=(1, 20_000), help="of requests (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="in which each cell is measured (%(default)s)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for TorchServe's environment (%(default)s)")
     options = parser.parse_args(given)

@@ -24,18 +24,22 @@ class BrokenFrame(Exception):
 
 
 def encode_frame(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """Encodes a message. A lone surrogate, which UTF-8 cannot encode, is sent as its escape, such as ``\\ud800``."""
+    """Encodes a message."""
+    return begin_frame(encode_header(header), len(body)) + body
+
+
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """Encodes a header. A lone surrogate, which UTF-8 cannot encode, is sent as its escape, such as ``\\ud800``."""
     text = _ENCODER.encode(header)
     try:
-        encoded = text.encode()
+        return text.encode()
     except UnicodeEncodeError:
-        encoded = _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
-    return join_frame(encoded, body)
+        return _LONE_SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text).encode()
 
 
-def join_frame(header: bytes, body: bytes) -> bytes:
-    """Makes a frame from a header that is already encoded."""
-    return b"".join((_LENGTHS.pack(len(header), len(body)), header, body))
+def begin_frame(header: bytes, body_bytes: int) -> bytes:
+    """Returns the beginning of a frame: the lengths and the encoded header. The body follows."""
+    return _LENGTHS.pack(len(header), body_bytes) + header
 
 
 def bytes_in_frame(value: bytes, *texts: str) -> int:
@@ -83,25 +87,31 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Reads frames from a blocking socket, many small ones with one system call. A large body is not copied."""
+    """Reads frames from a blocking socket, many small ones with one system call."""
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_BYTES) -> None:
-        self._file = connection.makefile("rb", buffering=1 << 16)
+        self._file = connection.makefile("rb", buffering=MAX_READ)
         self._max_bytes = max_bytes
 
-    def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next frame; None at the end of the connection. Raises BrokenFrame if the frame is malformed or
-        too large, and OSError if the connection breaks.
+    def read(self) -> tuple[dict[str, Any], list[bytes]] | None:
+        """Returns the next frame; None at the end of the connection. Its body is read as values of the ``sizes`` in its
+        header; without them, as one value.
+
+        Raises BrokenFrame if the frame is malformed or too large, and OSError if the connection breaks.
         """
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
         header_bytes, body_bytes = _lengths(lengths, max_bytes=self._max_bytes)
         encoded = self._file.read(header_bytes)
-        body = self._file.read(body_bytes)
-        if len(encoded) < header_bytes or len(body) < body_bytes:
+        if len(encoded) < header_bytes:
             return None
-        return _header(encoded), body
+        header = _header(encoded)
+        sizes = header.get("sizes", [body_bytes])
+        if sum(sizes) != body_bytes:
+            raise BrokenFrame(f"the values have {sum(sizes)} bytes, and the body has {body_bytes}")
+        values = [self._file.read(size) for size in sizes]
+        return None if sum(map(len, values)) < body_bytes else (header, values)
 
     def close(self) -> None:
         """Closes the reader's file, not the socket."""

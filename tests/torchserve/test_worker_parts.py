@@ -8,12 +8,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from mlserver_torch_stream.handlers.config.worker_settings import DEFAULT
-from mlserver_torch_stream.handlers.frames import FrameReader
+from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader, begin_frame, encode_header
 from mlserver_torch_stream.handlers.worker import values
 from mlserver_torch_stream.handlers.worker.channel import Channel
 
@@ -45,7 +46,7 @@ class _Call:
         """Returns the id, the value or error, and whether it is the last, for each part of the next message."""
         frame = self.reader.read()
         assert frame is not None
-        header, body = frame
+        header, (body,) = frame
         if header["t"] == "failed":
             return [(request_id, header["message"], True) for request_id in header["ids"]]
         found = []
@@ -335,6 +336,16 @@ print("@" + json.dumps(found))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.rpartition("@")[2]))
+
+
+def test_the_values_of_a_batch_are_read_one_by_one() -> None:
+    near, far = socket.socketpair()
+    with closing(near), closing(far), closing(FrameReader(far)) as reader:
+        for sizes in ([1, 0, 2], [1, 1]):
+            near.sendall(begin_frame(encode_header({"sizes": sizes}), 3) + b"abc")
+        assert reader.read() == ({"sizes": [1, 0, 2]}, [b"a", b"", b"bc"])
+        with pytest.raises(BrokenFrame, match="the values have 2 bytes, and the body has 3"):
+            reader.read()
 
 
 def test_the_channel_of_this_process_is_not_a_forked_one() -> None:

@@ -38,6 +38,7 @@ class BatchDispatcher:
         watch: Callable[[WorkerSlot], None],
     ) -> None:
         self.joins = config.continuousBatching or config.asyncCommunication
+        self._sends_ahead = config.stops == "alone" and not config.useJobTicket
         self._config = config
         self._queue = queue
         self._supervisor = supervisor
@@ -45,11 +46,13 @@ class BatchDispatcher:
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._next_due = math.inf  # when the timer runs
 
     def dispatch_due(self) -> None:
         """Sends a batch to every worker that has room and whose next batch is due."""
         now, next_due = time.monotonic(), math.inf
-        for slot in sorted(self._supervisor.ready, key=lambda each: len(each.active)):
+        slots = self._supervisor.ready
+        for slot in sorted(slots, key=lambda each: len(each.active)) if len(slots) > 1 else slots:
             while self._room(slot) > 0:
                 due = self._queue.due(slot.number, slot.idle_since, now)
                 if due is None:
@@ -58,11 +61,21 @@ class BatchDispatcher:
                     next_due = min(next_due, due)
                     break
                 self._dispatch(slot, now, self._room(slot))
-            while 0 < len(slot.batches) <= self._most_ahead(slot) and self._queue.is_full(slot.number):
+            while self._queue.is_full(slot.number) and 0 < len(slot.batches) <= self._most_ahead(slot):
                 self._queue.ahead += self._dispatch(slot, now, self._config.batchSize)
+        if next_due != self._next_due:
+            self._set_timer(next_due, now)
+
+    def _set_timer(self, due: float, now: float) -> None:
+        """Makes the timer dispatch at ``due``. While a batch gathers, its further requests leave the timer as it is."""
+        self._next_due = due
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(next_due - now, self.dispatch_due) if next_due < math.inf else None
+        self._timer = self._loop.call_later(due - now, self._dispatch_later) if due < math.inf else None
+
+    def _dispatch_later(self) -> None:
+        self._next_due, self._timer = math.inf, None
+        self.dispatch_due()
 
     def next_batch(self, slot: WorkerSlot, took: float) -> None:
         """Called when a worker has ended a batch, for which its handler needed ``took`` seconds.
@@ -78,9 +91,10 @@ class BatchDispatcher:
                 job.begin(time.monotonic())
         self.dispatch_due()
 
-    @property
     def idle(self) -> list[int]:
-        """The numbers of the workers that are gathering their next batch; empty if requests join running batches."""
+        """Returns the numbers of the workers that are gathering their next batch; none if requests join running
+        batches.
+        """
         return [] if self.joins else [slot.number for slot in self._supervisor.ready if not slot.active]
 
     def has_room(self, slot: WorkerSlot) -> bool:
@@ -105,8 +119,9 @@ class BatchDispatcher:
         Returns 0 if another worker might run a batch earlier, or if a request would run although its client has
         disconnected.
         """
-        alone = self._queue.most_workers == len(self._supervisor.slots) == 1 and self._config.stops == "alone"
-        if not slot.batches or not slot.batch_s or not alone or self._config.useJobTicket:
+        if not self._sends_ahead or not slot.batches or not slot.batch_s:
+            return 0
+        if not self._queue.most_workers == len(self._supervisor.slots) == 1:
             return 0
         return min(_MAX_AHEAD, int(_AHEAD_S / slot.batch_s))
 
@@ -127,7 +142,7 @@ class BatchDispatcher:
         self._metrics.batches += 1
         self._metrics.batched_requests += len(batch)
         assert slot.worker is not None
-        slot.worker.send(batch_frame(batch), all_ranks=self._config.broadcasts)
+        slot.worker.send(*batch_frame(batch), all_ranks=self._config.broadcasts)
         return len(batch)
 
 

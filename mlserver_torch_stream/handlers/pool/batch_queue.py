@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -125,14 +125,14 @@ class BatchQueue:
             gathered.update(list(islice(rest, self._config.batchSize)))
         return gathered
 
-    def add(self, job: HandlerJob, now: float, idle: Collection[int] = ()) -> None:
-        """Adds a request that has arrived. ``idle`` are the workers that are gathering a batch, as in ``waiting``.
+    def add(self, job: HandlerJob, now: float, idle: Callable[[], Collection[int]] = tuple) -> None:
+        """Adds a request that has arrived. ``idle`` returns the workers that are gathering a batch, as in ``waiting``.
 
         Raises QueueFull if too many requests are waiting, and RequestTooLarge if a worker cannot receive so many bytes.
         """
         if job.bytes > self._most_bytes:
             raise RequestTooLarge(f"a request of {job.bytes} bytes is too large: the limit is {self._most_bytes}")
-        if len(self) >= self._config.queue_size and (count := self.waiting(idle)) >= self._config.queue_size:
+        if len(self) >= self._config.queue_size and (count := self.waiting(idle())) >= self._config.queue_size:
             raise QueueFull(f"{count} requests are already waiting (jobQueueSize)")
         if self._config.sequenceBatching and job.request.sequence_id is not None:
             self._add_to_sequence(job, job.request.sequence_id, now, idle)
@@ -183,7 +183,7 @@ class BatchQueue:
         size = self._config.batchSize
         candidates: Sequence[HandlerJob] = self._plain
         if not self._has_plain_alone or worker in self.leaving:
-            candidates = list(islice(self._candidates(worker), size))
+            candidates = self._first(worker, size)
         if not candidates:
             return None
         if candidates[0] in self._retries or len(candidates) >= size or size == 1 or not self._config.maxBatchDelay:
@@ -200,17 +200,17 @@ class BatchQueue:
             return len(self._plain) >= self._config.batchSize
         if next(self._retries_on(worker), None) is not None:
             return True
-        return sum(1 for _ in islice(self._candidates(worker), self._config.batchSize)) == self._config.batchSize
+        return len(self._first(worker, self._config.batchSize)) == self._config.batchSize
 
     def take(self, worker: int, room: int) -> list[HandlerJob]:
         """Removes and returns the next batch: at most ``room`` requests, and no more than fit into one message."""
-        retry = next(self._retries_on(worker), None)
+        retry = next(self._retries_on(worker), None) if self._retries else None
         if retry is not None:
             self._retries.remove(retry)
             return [retry]
         batch: list[HandlerJob] = []
         left = self._most_bytes
-        for job in list(islice(self._candidates(worker), room)):
+        for job in self._first(worker, room):
             left -= job.bytes
             if left < 0:
                 break
@@ -251,7 +251,9 @@ class BatchQueue:
             del self._sequences[sequence.id]
         return [*retries, *(job for sequence in lost for job in sequence.pending)]
 
-    def _add_to_sequence(self, job: HandlerJob, sequence_id: str, now: float, idle: Collection[int]) -> None:
+    def _add_to_sequence(
+        self, job: HandlerJob, sequence_id: str, now: float, idle: Callable[[], Collection[int]]
+    ) -> None:
         self._expire(now)
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -259,7 +261,7 @@ class BatchQueue:
                 raise QueueFull(f"sequence_id: {len(self._sequences)} sequences are open already (maxNumSequence)")
             sequence = self._sequences[sequence_id] = RequestSequence(sequence_id, now)
         if len(sequence.pending) >= (limit := self._config.maxSequenceJobQueueSize):
-            gathered = self._gathered(idle)
+            gathered = self._gathered(idle())
             if (count := sum(each.key not in gathered for each in sequence.pending)) >= limit:
                 raise QueueFull(f"sequence_id: {count} of its requests are already waiting (maxSequenceJobQueueSize)")
         sequence.pending.append(job)
@@ -274,6 +276,11 @@ class BatchQueue:
             return math.inf
         idle, life = self._config.sequenceMaxIdleMSec / 1000, self._config.sequenceTimeoutMSec / 1000
         return min(sequence.idle_since + idle, sequence.opened + life if life else math.inf)
+
+    def _first(self, worker: int, count: int) -> list[HandlerJob]:
+        """Returns the first ``count`` requests that the worker may get."""
+        plain = self._has_plain_alone and worker not in self.leaving
+        return list(islice(self._plain if plain else self._candidates(worker), count))
 
     def _candidates(self, worker: int) -> Iterator[HandlerJob]:
         """Yields the requests that the worker may get, in the order in which batches take them."""

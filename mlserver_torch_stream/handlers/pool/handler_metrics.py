@@ -162,8 +162,7 @@ class HandlerMetrics:
 
     def record(self, name: str, kind: str, value: float, labels: Mapping[str, str]) -> None:
         """Records a value of a handler's own metric; if the metric cannot be exported, logs the reason once."""
-        fit = {_fit_label(key): str(text)[:_MAX_LABEL_CHARS] for key, text in labels.items()}
-        key = (_fit(name), kind, tuple(sorted(fit.items())))
+        key = _series(name, kind, tuple(labels.items()))
         if key not in self.own and (why := self._refusal(*key[:2])) is not None:
             self._drop(name, why)
             return
@@ -231,6 +230,13 @@ def _of_requests(models: Mapping[ModelLabels, HandlerMetrics]) -> Iterator[Metri
         for labels, metrics in models.items():
             gauge.add_metric(labels, 0 if metrics.gauges is None else metrics.gauges()[name])
         yield gauge
+
+
+@functools.lru_cache(maxsize=1024)
+def _series(name: str, kind: str, labels: tuple[tuple[str, str], ...]) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """Returns the key of a series in ``HandlerMetrics.own``."""
+    fit = {_fit_label(label): str(text)[:_MAX_LABEL_CHARS] for label, text in labels}
+    return _fit(name), kind, tuple(sorted(fit.items()))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -137,7 +137,7 @@ class WorkerPool:
     @property
     def waiting(self) -> int:
         """The number of requests that count towards ``jobQueueSize``."""
-        return self._queue.waiting(self._dispatcher.idle)
+        return self._queue.waiting(self._dispatcher.idle())
 
     @property
     def most_sequences(self) -> int:

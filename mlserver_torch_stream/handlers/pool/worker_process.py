@@ -12,7 +12,14 @@ from typing import Any
 
 import orjson
 
-from mlserver_torch_stream.handlers.frames import MAX_READ, BrokenFrame, FrameBuffer, encode_frame, join_frame
+from mlserver_torch_stream.handlers.frames import (
+    MAX_READ,
+    BrokenFrame,
+    FrameBuffer,
+    begin_frame,
+    encode_frame,
+    encode_header,
+)
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerJob
 from mlserver_torch_stream.handlers.pool.worker_rank import MAX_STOP_S, WorkerOrder, WorkerRank
 
@@ -71,10 +78,10 @@ class WorkerProcess:
         """True until all processes of the worker have ended."""
         return any(reaper.is_alive() for reaper in self._reapers)
 
-    def send(self, frame: bytes, all_ranks: bool) -> None:
-        """Queues a frame for the first rank, or for all ranks, without waiting until it is read."""
+    def send(self, *frame: bytes, all_ranks: bool) -> None:
+        """Queues a frame, given in parts, for the first rank, or for all ranks, without waiting until it is read."""
         for rank in self._ranks if all_ranks else self._ranks[:1]:
-            rank.send(frame)
+            rank.send(*frame)
 
     def pause(self) -> None:
         """Stops reading until ``resume``, so that the worker blocks when it sends its next message."""
@@ -191,19 +198,21 @@ class WorkerProcess:
         return True
 
 
-def batch_frame(jobs: Sequence[HandlerJob]) -> bytes:
-    """Encodes the message that has a worker run these jobs as one batch."""
+def batch_frame(jobs: Sequence[HandlerJob]) -> list[bytes]:
+    """Encodes the message that has a worker run these jobs as one batch. Returns its parts; values are not copied."""
     requests = [
         {
             "id": job.key,
-            "headers": dict(job.request.headers),
-            "parts": [{"name": part.name, "ct": part.content_type, "n": len(part.value)} for part in job.request.parts],
+            "headers": job.request.headers,
+            "parts": [{"name": part.name, "ct": part.content_type} for part in job.request.parts],
         }
         for job in jobs
     ]
-    body = b"".join(part.value for job in jobs for part in job.request.parts)
-    header = {"t": "run", "requests": requests}
+    values = [part.value for job in jobs for part in job.request.parts]
+    sizes = [*map(len, values)]
+    header = {"t": "run", "requests": requests, "sizes": sizes}
     try:
-        return join_frame(orjson.dumps(header), body)
+        encoded = orjson.dumps(header)
     except TypeError:  # a text with a lone surrogate
-        return encode_frame(header, body)
+        encoded = encode_header(header)
+    return [begin_frame(encoded, sum(sizes)), *values]

@@ -40,7 +40,10 @@ supervise({descriptor})  # before anything else is imported, so that the subreap
 from mlserver_torch_stream.handlers.worker.main import main
 main({descriptor})
 """
-_MAX_FRAMES = 512  # frames that one system call sends; Linux takes 1024
+_MAX_BUFFERS = 1024  # that one system call sends; Linux takes no more
+# Bytes that a connection takes at once. With the default of about 200 KiB, a batch of large bodies would wait for
+# several turns of the event loop.
+_UNREAD_BYTES = 4 << 20
 _STOP_S = 5.0
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_STOP_S = 2 * _STOP_S  # the longest time that ``WorkerRank.wait`` takes
@@ -73,13 +76,14 @@ class WorkerRank:
         self.name = name
         self.connection, workers_end = socket.socketpair()
         self.connection.setblocking(False)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self.frames = FrameBuffer(_parse)
         self.reading = False  # True: the event loop reads the connection
         self.ended = False  # True: the connection has ended, and is no longer read
         self.trouble = ""  # the reason if the connection ended before the process
         self.killed = threading.Event()
-        self._unsent: deque[memoryview] = deque()  # frames that the connection has not taken yet
+        self._unsent: deque[memoryview] = deque()  # parts of frames that the connection has not taken yet
         self._full = False  # True: the event loop waits until the connection takes more
         output, writing = os.pipe()
         inherited = {
@@ -106,19 +110,19 @@ class WorkerRank:
             workers_end.close()
         drain(output, name)
 
-    def send(self, frame: bytes) -> None:
-        """Queues a frame. The frames of one turn of the event loop are sent together, as soon as the socket is
-        writable.
+    def send(self, *frame: bytes) -> None:
+        """Queues a frame, given in parts. The frames of one turn of the event loop are sent together, as soon as the
+        socket is writable.
         """
         if not self._unsent:
             self._loop.call_soon(self._send_on)
-        self._unsent.append(memoryview(frame))
+        self._unsent.extend(map(memoryview, frame))
 
     def _send_on(self) -> None:
         if self.ended:
             return
         try:
-            sent = self.connection.sendmsg(list(islice(self._unsent, _MAX_FRAMES)))
+            sent = self.connection.sendmsg(list(islice(self._unsent, _MAX_BUFFERS)))
         except BlockingIOError:
             sent = 0
         except OSError:  # the connection has ended, which the next read reports

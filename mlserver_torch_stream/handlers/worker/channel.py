@@ -64,8 +64,8 @@ class Channel:
         """True in a child process that a handler forked."""
         return os.getpid() != self.pid
 
-    def read(self) -> tuple[dict[str, Any], bytes] | None:
-        """Returns the next message from the server: its JSON header and its raw bytes; None at the end."""
+    def read(self) -> tuple[dict[str, Any], list[bytes]] | None:
+        """Returns the next message from the server: its JSON header and its values; None at the end."""
         return self._reader.read()
 
     def send(self, kind: str, **fields: Any) -> None:

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Callable, Dict
 
 from ts.context import Context, RequestProcessor
@@ -76,7 +76,7 @@ class _Cursor:
         return taken
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerRequest:
     """One request as it arrived. Each of its ``parts`` is a name, a content type and a value."""
 
@@ -212,6 +212,12 @@ class Outlet:
         return request_id in self._ids and request_id not in self.ended and not self._channel.cancelled(request_id)
 
 
+@lru_cache(maxsize=256)
+def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Returns the pattern of a metric's dimensions. They are not split at commas, which a value may contain."""
+    return re.compile(",".join(f"{re.escape(name)}:(.*?)" for name in names), re.DOTALL)
+
+
 class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
     """``context.metrics``: TorchServe's store, except that values are sent to the server, not to the log.
 
@@ -247,8 +253,8 @@ class Metrics(MetricsCacheYamlImpl):  # type: ignore[misc]
         add(number, *args, **options)
 
     def _emit(self, metric: Any, request_id: str, value: float, dimension_string: str) -> None:
-        names = metric.dimension_names or []  # not split at commas, which a value may contain
-        values = re.fullmatch(",".join(f"{re.escape(name)}:(.*?)" for name in names), dimension_string, re.DOTALL)
+        names = metric.dimension_names or []
+        values = _pattern(tuple(names)).fullmatch(dimension_string)
         self._channel.send(
             "metric",
             name=str(metric.metric_name),

@@ -19,7 +19,7 @@ import threading
 from functools import partial
 from typing import Any, Callable
 
-from mlserver_torch_stream.handlers.frames import BrokenFrame, split
+from mlserver_torch_stream.handlers.frames import BrokenFrame
 from mlserver_torch_stream.handlers.worker import handler as handlers
 from mlserver_torch_stream.handlers.worker.cancellation import NeverStop, StopAlone, StopTogether
 from mlserver_torch_stream.handlers.worker.channel import Channel
@@ -55,7 +55,7 @@ class HandlerHost:
             os._exit(0)
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         self._order = order = first[0]
-        self._yaml = pickle.loads(first[1])
+        self._yaml = pickle.loads(first[1][0])
         if order["stops"] != "never":
             self._stop = StopAlone() if order["stops"] == "alone" else StopTogether(self._channel)
         if order["mode"] == "async":
@@ -166,7 +166,7 @@ class HandlerHost:
         finally:
             _end()
 
-    def _receive(self, header: dict[str, Any], body: bytes) -> None:
+    def _receive(self, header: dict[str, Any], values: list[bytes]) -> None:
         from mlserver_torch_stream.handlers.worker.handler_context import WorkerRequest
 
         if header["t"] == "cancel":
@@ -177,13 +177,12 @@ class HandlerHost:
         if header["t"] != "run":
             self._stop.receive(header)
             return
-        lengths = [part["n"] for request in header["requests"] for part in request["parts"]]
-        values = iter(split(body, lengths))
+        following = iter(values)
         requests = [
             WorkerRequest(
                 given["id"],
                 given["headers"],
-                [(part["name"], part["ct"], next(values)) for part in given["parts"]],
+                [(part["name"], part["ct"], next(following)) for part in given["parts"]],
             )
             for given in header["requests"]
         ]

@@ -25,15 +25,18 @@ def decode(value: bytes, content_type: str) -> Any:
     bytearray.
     """
     kind = content_type.partition(";")[0].strip().lower()
-    wanted = os.environ.get("TS_DECODE_INPUT_REQUEST", "true") == "true"
     try:
-        if wanted and kind == "application/json":
+        if kind == "application/json" and _decodes():
             return json.loads(value)
-        if wanted and kind.startswith("text"):
+        if kind.startswith("text") and _decodes():
             return value.decode()
     except ValueError as error:
         logger.warning("A body does not match its content type %s: %s", kind, error)
     return bytearray(value)
+
+
+def _decodes() -> bool:
+    return os.environ.get("TS_DECODE_INPUT_REQUEST", "true") == "true"
 
 
 def encode(value: Any) -> bytes:
