@@ -95,7 +95,9 @@ def _bucket(words: list[str]) -> Iterator[None]:
     with moto(9000) as environment:
         url = f"{environment['AWS_ENDPOINT_URL']}/pytorch-data"
         plain_http.put(url, timeout=30).raise_for_status()
-        httpx.put(f"{url}/amazon_review_polarity_csv.tar.gz", content=archive.getvalue()).raise_for_status()
+        public = {"x-amz-acl": "public-read"}  # the script has no credentials
+        object_url = f"{url}/amazon_review_polarity_csv.tar.gz"
+        httpx.put(object_url, content=archive.getvalue(), headers=public).raise_for_status()
         yield
 
 
