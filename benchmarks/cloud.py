@@ -247,7 +247,7 @@ def _results(way: str, command: Sequence[str], storage: dict[str, str]) -> Watch
     if way == _SNS:
         return Watcher(output, output, _no_model, {})
     arguments = parser().parse_args(command[command.index("watch") :])
-    model = OpenedModel(_no_model, len, PipelineLimits())
+    model = OpenedModel(_no_model, lambda row: row.size, PipelineLimits())
     return make_watcher(arguments, arguments.handler, output, model, RunMetrics())
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from mlserver_torch_stream.errors import RequestError
 from mlserver_torch_stream.protocol.openai_batch import answer_line, lost_line, refused_line
@@ -189,16 +189,8 @@ def refusal(error: RequestError) -> Failure:
 Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
 """Infers a batch: returns as many outcomes as rows, in their order. A CloudError that it raises ends the run; any other
 exception fails the batch. Each row of a failed batch, and each row with a ``shared`` failure, is inferred once
-more, by itself."""
-
-
-@runtime_checkable
-class EndsSequences(Protocol):
-    """An ``Infer`` whose model holds a place for each open sequence until the sequence ends."""
-
-    def end_sequence(self, name: str) -> None:
-        """Tells the model that no further chunk of this sequence comes. Does nothing if it is not open."""
-
+more, by itself. If the callable has a method ``end_sequence``, it is called with the id of a sequence of which no
+further chunk comes, unless the model has answered the last one."""
 
 Weigh = Callable[[Row], int | Awaitable[int]]
 """The weight of a row in its batch, or an awaitable of it."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from mlserver_torch_stream.cloud.parse import ChunkJoin
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
-from mlserver_torch_stream.cloud.rows import EndsSequences, Failure, Infer, Kind, Outcome, Result, Row, SequenceLost
+from mlserver_torch_stream.cloud.rows import Failure, Infer, Kind, Outcome, Result, Row, SequenceLost
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.source import START, Cursor, Source, Wanted
 
@@ -80,5 +80,5 @@ class ObjectSequences:
                         return result.outcome
             raise AssertionError(f"{row.key}: has no last chunk")
         finally:
-            if unended and isinstance(self.infer, EndsSequences):
-                self.infer.end_sequence(name)
+            if unended and (end := getattr(self.infer, "end_sequence", None)) is not None:
+                end(name)
