@@ -11,9 +11,10 @@ events    the time from an event over HTTP to its readable result, without the h
           time of the client's own request that writes the object, and shows what one request to the store takes.
 wide      a ``cloud run`` command compared with a script that uses s3fs and tarfile and posts rows to TorchServe or to
           our server: a tar.gz of CSV with rows of 20 KB on SeaweedFS, and a handler that answers a batch at once
-example   the same, with TorchServe's example of streams from cloud storage: short texts on moto, 1,001 requests at a
-          time, the settings of its config.properties except that there are 2 workers instead of 10 (``batchSize`` is
-          2000, above the default ``jobQueueSize``), and a classifier with DistilBERT's shape and random weights
+example   the same, with TorchServe's example of streams from cloud storage: short texts on moto, groups of 1,001
+          requests over 100 connections, the settings of its config.properties except that there are 2 workers instead
+          of 10 (``batchSize`` is 2000, above the default ``jobQueueSize``), and a classifier with DistilBERT's shape
+          and random weights. Over 1,001 connections TorchServe refuses some requests, so only our server gets them
 instant   as ``example``, but the handler answers at once
 
 The last three need Java. Command and scripts run in turn and infer the same rows with the same handler; their answers
@@ -56,7 +57,7 @@ from benchmarks.peers import FOLDER
 from benchmarks.peers.peer import Installed
 from benchmarks.peers.torchserve.peer import HANDLERS, OurTorchServe, PredictionServer, TorchServe, serving
 from benchmarks.process import free_ports, running
-from benchmarks.servers import EMBEDDED, answering, wait_until_ready
+from benchmarks.servers import EMBEDDED, OURS, answering, wait_until_ready
 from mlserver_torch_stream.cli.cloud_options import parser
 from mlserver_torch_stream.cli.cloud_run import OpenedModel
 from mlserver_torch_stream.cli.cloud_watch import make_watcher
@@ -336,6 +337,7 @@ class Work:
     write: Callable[[Path, int], object]
     store: Callable[[Path, str], Any]
     properties: Mapping[str, object] = field(default_factory=dict)  # of the server
+    connections: int = 0  # of the script; 0 means no limit
 
 
 def _write_texts(path: Path, rows: int) -> None:
@@ -368,7 +370,7 @@ def _work(name: str, weights: Path) -> Work:
         return Work("checksum", {}, config, 2, "", write_wide_archive, partial(seaweedfs, weed), queue)
     config = {"minWorkers": 2, "maxWorkers": 2, "batchSize": 2000, "maxBatchDelay": 5000, "responseTimeout": 1200}
     handler, values = ("classifier", {"model_path": str(weights)}) if name == "example" else ("checksum", {})
-    return Work(handler, values, config, 3, "text", _write_texts, _moto)
+    return Work(handler, values, config, 3, "text", _write_texts, _moto, connections=100)  # as aiohttp's default
 
 
 Way = Callable[[Work, Path, Mapping[str, str], int], tuple[float, list[str]]]
@@ -376,11 +378,17 @@ Way = Callable[[Work, Path, Mapping[str, str], int], tuple[float, list[str]]]
 
 
 def _script(
-    server: PredictionServer, python: Path, work: Work, folder: Path, store: Mapping[str, str], rows: int
+    server: PredictionServer,
+    python: Path,
+    connections: int,
+    work: Work,
+    folder: Path,
+    store: Mapping[str, str],
+    rows: int,
 ) -> tuple[float, list[str]]:
     with serving(server, folder, work.handler, work.config, work.values, **work.properties) as (url, _):
         out, archive = folder / "answers", f"{_BUCKET}/rows.tar.gz"
-        given = (store["endpoint"], archive, url, work.column, work.name, _AT_ONCE, rows, out)
+        given = (store["endpoint"], archive, url, work.column, work.name, _AT_ONCE, rows, connections, out)
         began = time.monotonic()
         subprocess.run([str(python), str(_SCRIPT), *map(str, given)], check=True)
         return time.monotonic() - began, out.read_text().split()
@@ -412,7 +420,11 @@ def beside_script(options: argparse.Namespace, folder: Path) -> tuple[dict[str, 
     work, archive = _work(options.work, folder / "weights"), folder / "rows.tar.gz"
     work.write(archive, options.rows)
     servers: tuple[PredictionServer, ...] = (torchserve, OurTorchServe())
-    ways: dict[str, Way] = {f"the script to {each.name}": partial(_script, each, s3fs.python) for each in servers}
+    ways: dict[str, Way] = {
+        f"the script to {each.name}": partial(_script, each, s3fs.python, work.connections) for each in servers
+    }
+    if work.connections:
+        ways[f"the script with {_AT_ONCE} connections to {OURS}"] = partial(_script, OurTorchServe(), s3fs.python, 0)
     ways[_LINE] = _line
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, list[str]] = {}
