@@ -61,12 +61,11 @@ class CloudRun:
     """The description of one run: its input, its output, and how its rows are inferred.
 
     If ``input`` is None, ``manifest`` is a list of URLs, or ``urls`` are the URLs themselves, for a run without an
-    output. ``model`` describes the model in plain JSON; a run with
-    another description is another run. This worker has the number ``lane``, from 1 to ``lanes``, and writes the parts n
-    with n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None means no limit. With
-    ``retry_failed`` the failed rows of existing parts are inferred again before missing parts are. At most ``limit``
-    rows of the input are read; None means all. ``created`` is the creation time in the output rows, in seconds since
-    the epoch; None means the time when the run began.
+    output. ``model`` describes the model in plain JSON; a run with another description is another run. This worker has
+    the number ``lane``, from 1 to ``lanes``, and writes the parts n with n % lanes == lane - 1. The run ends if more
+    than ``max_failures`` rows fail; None means no limit. With ``retry_failed`` the failed rows of existing parts are
+    inferred again before missing parts are. At most ``limit`` rows of the input are read; None means all. ``created``
+    is the creation time in the output rows, in seconds since the epoch; None means the time when the run began.
     """
 
     input: str | None = None
