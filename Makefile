@@ -73,7 +73,7 @@ VLLM := $(VENV)/vllm
 VLLM_TESTS := tests/engine/test_vllm_itself.py tests/engine/test_vllm_tokens.py tests/server/test_vllm_itself.py
 CLIENT_TESTS := $(abspath $(VENV))/clients
 EXAMPLES := $(VENV)/torchserve-examples
-EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py
+EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py tests/torchserve/beside/test_stream_example.py
 
 # The tests start hundreds of interpreters. With this variable each would compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -193,6 +193,7 @@ $(EXAMPLES)/.installed: | $(INSTALLED)
 		enum-compat lru-dict==1.4.1 xgboost==3.2.0 scipy scikit-learn joblib threadpoolctl narwhals cloudpickle
 	$(PIP) install --quiet --progress-bar off --no-deps --target $(EXAMPLES)/transformers-4 transformers==4.44.2 \
 		'huggingface-hub<0.26' 'tokenizers<0.20'
+	$(PIP) install --quiet --progress-bar off --target $(EXAMPLES)/s3fs s3fs==2026.9.0
 	@touch $@
 
 test-examples: $(INSTALLED) $(HANDLERS)/.installed $(EXAMPLES)/.installed ## TorchServe's own examples on TorchServe and on our server; TORCHSERVE_EXAMPLES=…

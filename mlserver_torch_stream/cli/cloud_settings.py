@@ -39,6 +39,7 @@ def make_endpoint(arguments: argparse.Namespace, model: str) -> ServerEndpoint:
         rows=make_row_request(arguments, model),
         objects=object_request(arguments) if hands_objects(arguments) else None,
         tensor=arguments.tensor,
+        batches=False,
         concurrency=arguments.concurrency,
         stream=not arguments.unary,
         key=api_key(),

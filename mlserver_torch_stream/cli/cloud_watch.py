@@ -24,7 +24,7 @@ from mlserver_torch_stream.cloud.notifications import InputPlace
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import InUse, RunRefused
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
-from mlserver_torch_stream.cloud.store import Store
+from mlserver_torch_stream.cloud.store import Store, storage_account
 from mlserver_torch_stream.cloud.watch import Poller, Watcher
 
 if TYPE_CHECKING:
@@ -142,14 +142,14 @@ async def _watch(arguments: argparse.Namespace, metrics: RunMetrics, stopwatch: 
     return metrics.failed
 
 
-async def _objects(
+def make_watcher(
     arguments: argparse.Namespace, name: str, output: Store, model: OpenedModel, metrics: RunMetrics
-) -> None:
-    retry = Retry(arguments.tries)
+) -> Watcher:
+    """Returns the watcher of the objects below ``--input``. ``name`` is the model's name or location."""
     store = Store.open(arguments.input, dict(arguments.storage), arguments.stall)
-    identity = settings.identity(arguments, name)
+    identity, kind = settings.identity(arguments, name), settings.kind_for_all(arguments)
     watcher = Watcher(
-        *(store, output, model.infer, identity, settings.kind_for_all(arguments), model.limits, retry),
+        *(store, output, model.infer, identity, kind, model.limits, Retry(arguments.tries)),
         metrics=metrics,
         report=say,
         created=settings.created(),
@@ -161,12 +161,21 @@ async def _objects(
     )
     if arguments.sequences:
         watcher.objects = min(watcher.objects, model.limits.batches)
+    return watcher
+
+
+async def _objects(
+    arguments: argparse.Namespace, name: str, output: Store, model: OpenedModel, metrics: RunMetrics
+) -> None:
+    retry, store = Retry(arguments.tries), Store.open(arguments.input, dict(arguments.storage), arguments.stall)
+    watcher = make_watcher(arguments, name, output, model, metrics)
     pattern = glob_pattern(arguments.glob or "**")
     if arguments.listen is not None:
         records = Store.open(f"{arguments.output.rstrip('/')}/events", dict(arguments.storage), arguments.stall)
         async with _turn(WriterLease(output, 1, 1, retry), arguments.poll) as lease:
             host, port = arguments.listen
-            place = InputPlace.of_url(arguments.input, pattern)
+            account = storage_account(dict(arguments.storage)) if arguments.input.startswith("az://") else ""
+            place = InputPlace.of_url(arguments.input, pattern, account)
             parts = _make_listener_parts(arguments)
             listener = EventListener(host, port, place, records, retry, say, metrics, check=lease.require, **parts)
             try:

@@ -9,7 +9,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from urllib.parse import quote
@@ -74,11 +75,30 @@ async def open_backend(endpoint: ServerEndpoint) -> Backend:
     Raises RunRefused if the endpoint names no model, and the server has none or several.
     """
     model = endpoint.model or await only_model(endpoint.url, endpoint.api, endpoint.key)
+    if endpoint.batches is None and endpoint.tensor is None:
+        endpoint = await _recognised(endpoint, model)
     if endpoint.batches:
         return BatchBackend(endpoint, model)
     if endpoint.tensor is not None:
         return TensorBackend(endpoint, model)
     return PredictionBackend(endpoint, model) if endpoint.api == "torchserve" else GenerationBackend(endpoint, model)
+
+
+async def _recognised(endpoint: ServerEndpoint, model: str) -> ServerEndpoint:
+    """Returns the endpoint with ``batches`` if this project's server has the model."""
+    backend = BatchBackend(endpoint, model)
+    try:
+        described = await backend.describe()
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError):
+        described = None  # the first request says what is wrong
+    finally:
+        await backend.aclose()
+    if not isinstance(described, dict) or not isinstance(described.get("workers"), list):
+        return endpoint
+    objects = endpoint.objects
+    if "batchSize" in described:  # a handler, which gets the bytes of objects
+        objects = _objects(endpoint)
+    return replace(endpoint, batches=True, objects=objects)
 
 
 @asynccontextmanager
@@ -201,15 +221,40 @@ class PredictionBackend(RowBackend):
 
 
 class TensorBackend(RowBackend):
-    """Sends each object or chunk as a BYTES tensor. The prediction is the list of the output tensors."""
+    """Sends each object or chunk as a BYTES tensor. The prediction is the list of the output tensors.
+
+    If the model's metadata have a first dimension of any size for the tensor, a batch of rows of one content type is
+    one request. Its headers are those that all rows share.
+    """
+
+    _grows: bool | None = None
+
+    async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        types = {_objects(self.endpoint).content_type(row) for row in rows}
+        if len(rows) == 1 or len(types) > 1 or not await self._takes_several():
+            return await super().__call__(rows)
+        return _split(await self._tensor(rows, _objects(self.endpoint).headers, types.pop()), len(rows))
 
     async def _one(self, row: Row) -> Outcome:
-        raw = len(row.data).to_bytes(4, "little") + row.data
         request = _objects(self.endpoint)
-        tensor: dict[str, Any] = {"name": self.endpoint.tensor, "shape": [1], "datatype": "BYTES"}
-        tensor["parameters"] = {"binary_data_size": len(raw), "content_type": request.content_type(row)}
-        head = json.dumps({"parameters": request.all_headers(row), "inputs": [tensor]}).encode()
+        return await self._tensor([row], request.all_headers(row), request.content_type(row))
+
+    async def _tensor(self, rows: Sequence[Row], headers: Mapping[str, str], content_type: str) -> Outcome:
+        raw = b"".join(part for row in rows for part in (len(row.data).to_bytes(4, "little"), row.data))
+        tensor: dict[str, Any] = {"name": self.endpoint.tensor, "shape": [len(rows)], "datatype": "BYTES"}
+        tensor["parameters"] = {"binary_data_size": len(raw), "content_type": content_type}
+        head = json.dumps({"parameters": dict(headers), "inputs": [tensor]}).encode()
         return await self._tried(lambda alone: self._attempt(len(head), head + raw, alone))
+
+    async def _takes_several(self) -> bool:
+        if self._grows is None:
+            self._grows = False
+            url = URL(f"{self._url}/v2/models/{quote(self.model, safe='')}", encoded=True)
+            with suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError):
+                async with self._session.get(url, allow_redirects=False) as response:
+                    inputs = {each["name"]: each["shape"] for each in (await response.json())["inputs"]}
+                    self._grows = inputs[self.endpoint.tensor] == [-1]
+        return self._grows
 
     async def _attempt(self, head: int, content: bytes, alone: bool) -> Outcome:
         path = f"/v2/models/{quote(self.model, safe='')}/infer"
@@ -303,6 +348,11 @@ class BatchBackend(Backend):
 
         return await self.endpoint.retry.run(attempt, on_retry=self._count_retry)
 
+    def end_sequence(self, name: str) -> None:
+        """Tells the server that no further chunk of this sequence comes."""
+        self._begin_exchange()
+        self._outgoing.put_nowait(encode_frame({"end_sequence": name}))
+
     async def tokens(self, row: Row) -> int:
         """Returns the number of tokens of the row's prompt; if the row has no valid request, its number of bytes."""
         try:
@@ -314,22 +364,23 @@ class BatchBackend(Backend):
 
     async def workers(self) -> tuple[int, int]:
         """Returns the batch size and the number of workers of a handler."""
-        described = await self._describe()
+        described = await self.describe()
         return described["batchSize"], max(1, described["minWorkers"], described["maxWorkers"])
 
     async def most_sequences(self) -> int:
         """Returns how many sequences a handler can have open at a time. Raises RunRefused if the handler keeps no
         state, or keeps it without a time limit.
         """
-        described = await self._describe()
+        described = await self.describe()
         if not described["stateful"]:
             raise RunRefused("--sequences: the handler keeps no state; set sequenceBatching in its model-config.yaml")
         if not described["sequenceMaxIdleMSec"]:
             raise RunRefused("--sequences: set sequenceMaxIdleMSec in the handler's model-config.yaml, above 0")
         return int(described["maxNumSequence"])
 
-    async def _describe(self) -> Any:
-        async with self._session.get(URL(self._url + self._path, encoded=True)) as response:
+    async def describe(self) -> Any:
+        """Returns the description of a model's workers. Raises an error of aiohttp, or ValueError."""
+        async with self._session.get(URL(self._url + self._path, encoded=True), allow_redirects=False) as response:
             return await response.json()
 
     @property
@@ -350,9 +401,7 @@ class BatchBackend(Backend):
 
     async def _post(self, frames: Sequence[bytes]) -> list[_Frame]:
         """Returns the answers to one batch. Raises CloudError if the connection breaks before they arrive."""
-        if self._exchange is None or self._exchange.done():
-            self._outgoing, self._waiting = asyncio.Queue(), {}
-            self._exchange = asyncio.create_task(self._run_exchange(self._outgoing, self._waiting))
+        self._begin_exchange()
         number = next(self._numbers)
         answers: asyncio.Future[list[_Frame]] = asyncio.get_running_loop().create_future()
         outgoing, waiting = self._outgoing, self._waiting
@@ -365,6 +414,11 @@ class BatchBackend(Backend):
             raise
         finally:
             waiting.pop(number, None)
+
+    def _begin_exchange(self) -> None:
+        if self._exchange is None or self._exchange.done():
+            self._outgoing, self._waiting = asyncio.Queue(), {}
+            self._exchange = asyncio.create_task(self._run_exchange(self._outgoing, self._waiting))
 
     async def _run_exchange(
         self, outgoing: asyncio.Queue[bytes], waiting: dict[int, asyncio.Future[list[_Frame]]]
@@ -435,6 +489,23 @@ async def _answered_batches(content: aiohttp.StreamReader) -> AsyncIterator[tupl
 
 def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
     return endpoint.objects or ObjectRequest()
+
+
+def _split(whole: Outcome, count: int) -> list[Outcome]:
+    """Splits the output tensors of ``count`` rows. If that is not possible, each row has a shared failure."""
+    if whole.failure is not None:
+        return [Outcome(failure=replace(whole.failure, shared=True))] * count
+    assert whole.response is not None
+    (tensors,) = whole.response[PREDICTIONS]
+    parts = []
+    for tensor in tensors:
+        data, shape = tensor.get("data", ()), tensor.get("shape", ())
+        if list(shape[:1]) != [count] or len(data) % count:
+            failure = row_failure("server_error", f"an output tensor does not have {count} rows", UNREADABLE, None)
+            return [Outcome(failure=replace(failure, shared=True))] * count
+        size, first = len(data) // count, {**tensor, "shape": [1, *shape[1:]]}
+        parts.append([{**first, "data": data[at * size : (at + 1) * size]} for at in range(count)])
+    return [Outcome({**whole.response, PREDICTIONS: [list(own)]}, span=whole.span) for own in zip(*parts, strict=True)]
 
 
 def _unsent(error: Exception) -> Outcome:

@@ -51,10 +51,10 @@ class ServerEndpoint:
 
     ``rows`` says how prompts become requests. ``objects`` says how whole objects and chunks become requests, if ``api``
     is "torchserve" or if ``tensor``, the name of a BYTES tensor, is set. With ``batches`` each batch of the run is one
-    request, which only servers of this project accept. At most ``concurrency`` requests are in flight. ``timeout`` is
-    the longest silence in seconds; None means no limit. ``name`` is the model's name in answers that do not name it,
-    and in all answers to ``batches``. ``ended`` returns why the server will never answer again, or None as long as it
-    may.
+    request, which only servers of this project accept; None means that this is done if it is such a server. At most
+    ``concurrency`` requests are in flight. ``timeout`` is the longest silence in seconds; None means no limit. ``name``
+    is the model's name in answers that do not name it, and in all answers to ``batches``. ``ended`` returns why the
+    server will never answer again, or None as long as it may.
     """
 
     url: str
@@ -63,7 +63,7 @@ class ServerEndpoint:
     rows: RowRequest = field(default_factory=RowRequest)
     objects: ObjectRequest | None = None
     tensor: str | None = None
-    batches: bool = False
+    batches: bool | None = None
     concurrency: int = 32
     stream: bool = True
     key: str | None = None
@@ -281,9 +281,10 @@ async def only_model(url: str, api: Api, key: str | None) -> str:
     try:
         async with (
             _session(key, _CONNECT_S, 1) as session,
-            session.request(method, url.rstrip("/") + path, data=body, headers=JSON) as response,
+            session.request(method, url.rstrip("/") + path, data=body, headers=JSON, allow_redirects=False) as response,
         ):
-            response.raise_for_status()
+            if response.status != 200:  # a redirect may lead to another owner's server
+                raise ValueError(f"it answered {response.status}")
             found = await response.json(content_type=None)
             models = found["data"] if api == "openai" else found
             names = sorted({str(model["id" if api == "openai" else "name"]) for model in models})

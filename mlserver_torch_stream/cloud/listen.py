@@ -1,7 +1,7 @@
 """Receives notifications of new objects over HTTP: webhooks of S3 and MinIO, messages of SNS, and CloudEvents.
 
-An event is recorded as an object before it is accepted, and its record is deleted when all its objects are done. When a
-listener starts, it first announces the recorded events.
+An event is recorded as an object before it is accepted; meanwhile its objects are announced. Its record is deleted,
+together with others, when all its objects are done. When a listener starts, it first announces the recorded events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hmac
 import json
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from mlserver_torch_stream.cloud.notifications import Created, InputPlace, read_
 from mlserver_torch_stream.cloud.rows import CloudError, ObjectMissing, RunRefused
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.store import Store
-from mlserver_torch_stream.cloud.watch import Announced
+from mlserver_torch_stream.cloud.watch import Announced, always
 
 if TYPE_CHECKING:
     from mlserver_torch_stream.cloud.sns import SnsVerifier
@@ -35,6 +35,9 @@ _MAX_OPEN = 10_000  # the maximum number of objects that accepted events name an
 _MAX_REQUESTS = 64  # the maximum number of requests in flight
 _BODY_S = 10.0
 _RETRY_AFTER_S = 5
+_DELETE_S = 0.25  # the time between two deletions of records
+_CLOSE_S = 2.0
+_DELETED_AT_ONCE = 1000
 _STRUCTURED, _BATCHED = "application/cloudevents+json", "application/cloudevents-batch+json"
 
 
@@ -74,6 +77,8 @@ class EventListener:
         self._queue: asyncio.Queue[Announced | CloudError] = asyncio.Queue()
         self._open = 0
         self._requests = 0
+        self._over: list[str] = []  # records that are to be deleted
+        self._deletion: asyncio.Task[None] | None = None
 
     async def announcements(self) -> AsyncGenerator[Announced, None]:
         """Yields new objects until the caller closes it. Raises CloudError."""
@@ -97,21 +102,28 @@ class EventListener:
                 yield announced
         finally:
             await runner.cleanup()
+            if self._deletion is not None:
+                self._deletion.cancel()
+                await asyncio.wait({self._deletion})
+            with suppress(CloudError, asyncio.TimeoutError):  # the next listener deletes the rest
+                while self._over:
+                    await within(self._delete(), _CLOSE_S)
 
     async def _load(self) -> None:
         """Announces the objects of recorded events."""
         async for info in self.records.list():
             try:
                 keys = json.loads(await self.retry.run(self.records.get, info.key))["keys"]
-                self._announce(info.key, [str(key) for key in keys])
+                self._announce(info.key, [str(key) for key in keys], always)
             except (ValueError, KeyError, TypeError):
                 url = self.records.url
                 raise RunRefused(f"--output: {url}/{info.key} was not written by this program") from None
 
-    def _announce(self, name: str, keys: Sequence[str]) -> None:
+    def _announce(self, name: str, keys: Sequence[str], recorded: Callable[[], Awaitable[bool]]) -> None:
         """Announces the objects of an event.
 
-        ``name`` is the key of the event's record, which is deleted when all objects of the event are done.
+        ``name`` is the key of the event's record, which is deleted when all objects of the event are done. ``recorded``
+        waits until the record is written, and returns False if that failed.
         """
         left = len(keys)
         self._open += left
@@ -120,12 +132,34 @@ class EventListener:
             nonlocal left
             left -= 1
             self._open -= 1
-            if left == 0:
-                with suppress(ObjectMissing):
-                    await self.retry.run(self.records.delete, [name])
+            if left == 0 and await recorded():
+                self._over.append(name)
+                if self._deletion is None or self._deletion.done():
+                    self._deletion = asyncio.create_task(self._delete_soon())
 
         for key in keys:
-            self._queue.put_nowait(Announced(key, done))
+            self._queue.put_nowait(Announced(key, done, recorded))
+
+    async def _delete_soon(self) -> None:
+        """Deletes the records of events that end within ``_DELETE_S`` seconds by one request, which delays fewer
+        others.
+        """
+        try:
+            while self._over:
+                await asyncio.sleep(_DELETE_S)
+                await self.retry.run(self._delete)
+        except CloudError as error:
+            self._queue.put_nowait(error)
+
+    async def _delete(self) -> None:
+        names = self._over[:_DELETED_AT_ONCE]
+        try:
+            await self.records.delete(names)
+        except ObjectMissing:  # an earlier attempt has deleted some of them
+            for name in names:
+                with suppress(ObjectMissing):
+                    await self.records.delete([name])
+        del self._over[: len(names)]
 
     async def _post(self, request: web.Request) -> web.Response:
         self._requests += 1
@@ -167,12 +201,15 @@ class EventListener:
             message = f"too many objects would wait; at most {_MAX_OPEN} may wait"
             raise EventRefused(429, message, {"Retry-After": str(_RETRY_AFTER_S)})
         name = f"{uuid.uuid4().hex}.json"
-        self._open += len(keys)  # holds their places while the event is recorded
-        try:
-            await self.retry.run(self.records.put, name, json.dumps({"keys": keys}).encode() + b"\n")
-        finally:
-            self._open -= len(keys)
-        self._announce(name, keys)
+        record = json.dumps({"keys": keys}).encode() + b"\n"
+        writing = asyncio.ensure_future(self.retry.run(self.records.put, name, record))
+
+        async def recorded() -> bool:
+            await asyncio.wait({writing})
+            return not writing.cancelled() and writing.exception() is None
+
+        self._announce(name, keys, recorded)
+        await writing
         return len(keys)
 
     def _check_key(self, request: web.Request) -> None:

@@ -15,25 +15,30 @@ from urllib.parse import unquote_plus
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """One new object of a notification. ``bucket`` is the container for Azure."""
+    """One new object of a notification. For Azure, ``bucket`` is the container in the storage account ``account``."""
 
     bucket: str
     key: str
+    account: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """The objects of ``bucket`` below ``prefix`` whose keys, relative to the prefix, match ``pattern``."""
+    """The objects of ``bucket`` below ``prefix`` whose keys, relative to the prefix, match ``pattern``.
+
+    ``account`` is Azure's storage account; it is empty if the account is not known.
+    """
 
     bucket: str
     prefix: str
     pattern: re.Pattern[str]
+    account: str = ""
 
     @classmethod
-    def of_url(cls, url: str, pattern: re.Pattern[str]) -> InputPlace:
+    def of_url(cls, url: str, pattern: re.Pattern[str], account: str = "") -> InputPlace:
         """Returns the place of a URL such as ``s3://bucket/prefix``."""
         bucket, _, prefix = url.partition("://")[2].rstrip("/").partition("/")
-        return cls(bucket, f"{prefix}/" if prefix else "", pattern)
+        return cls(bucket, f"{prefix}/" if prefix else "", pattern, account)
 
     def keys(self, created: Sequence[Created]) -> list[str] | None:
         """Returns the matching keys, relative to the prefix and without duplicates; None if an object is outside this
@@ -48,6 +53,8 @@ class InputPlace:
 
     def _holds(self, created: Created) -> bool:
         key = created.key
+        if self.account and created.account.lower() != self.account.lower():
+            return False
         return created.bucket == self.bucket and key.startswith(self.prefix) and ".." not in key.split("/")
 
 
@@ -87,6 +94,7 @@ _GOOGLE, _AZURE = "google.cloud.storage.object.v1.", "Microsoft.Storage."
 _CREATED = (f"{_GOOGLE}finalized", f"{_AZURE}BlobCreated")
 _GOOGLE_BUCKET = re.compile(r"//storage\.googleapis\.com/projects/[^/]+/buckets/(?P<bucket>[^/]+)")
 _GOOGLE_KEY = re.compile(r"objects/(?P<key>.+)", re.DOTALL)
+_AZURE_SOURCE = re.compile(r".*/storageAccounts/(?P<account>[^/]+)", re.IGNORECASE)
 _AZURE_SUBJECT = re.compile(r"/blobServices/default/containers/(?P<bucket>[^/]+)/blobs/(?P<key>.+)", re.DOTALL)
 
 
@@ -104,7 +112,7 @@ def read_cloud_event(attributes: Mapping[str, Any], data: Any) -> list[Created] 
     if kind not in _CREATED:
         return []
     if kind.startswith(_AZURE):
-        blob = _AZURE_SUBJECT.fullmatch(subject)
-        return None if blob is None else [Created(blob["bucket"], blob["key"])]
+        place, blob = _AZURE_SOURCE.fullmatch(source), _AZURE_SUBJECT.fullmatch(subject)
+        return None if place is None or blob is None else [Created(blob["bucket"], blob["key"], place["account"])]
     bucket, key = _GOOGLE_BUCKET.fullmatch(source), _GOOGLE_KEY.fullmatch(subject)
     return None if bucket is None or key is None else [Created(bucket["bucket"], key["key"])]

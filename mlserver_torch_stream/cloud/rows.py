@@ -189,7 +189,8 @@ def refusal(error: RequestError) -> Failure:
 Infer = Callable[[Sequence[Row]], Awaitable[Sequence[Outcome]]]
 """Infers a batch: returns as many outcomes as rows, in their order. A CloudError that it raises ends the run; any other
 exception fails the batch. Each row of a failed batch, and each row with a ``shared`` failure, is inferred once
-more, by itself."""
+more, by itself. If the callable has a method ``end_sequence``, it is called with the id of a sequence of which no
+further chunk comes, unless the model has answered the last one."""
 
 Weigh = Callable[[Row], int | Awaitable[int]]
 """The weight of a row in its batch, or an awaitable of it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -60,12 +60,12 @@ Written = Callable[[int, int], Awaitable[None]]
 class CloudRun:
     """The description of one run: its input, its output, and how its rows are inferred.
 
-    If ``input`` is None, ``manifest`` is a list of URLs. ``model`` describes the model in plain JSON; a run with
-    another description is another run. This worker has the number ``lane``, from 1 to ``lanes``, and writes the parts n
-    with n % lanes == lane - 1. The run ends if more than ``max_failures`` rows fail; None means no limit. With
-    ``retry_failed`` the failed rows of existing parts are inferred again before missing parts are. At most ``limit``
-    rows of the input are read; None means all. ``created`` is the creation time in the output rows, in seconds since
-    the epoch; None means the time when the run began.
+    If ``input`` is None, ``manifest`` is a list of URLs, or ``urls`` are the URLs themselves, for a run without an
+    output. ``model`` describes the model in plain JSON; a run with another description is another run. This worker has
+    the number ``lane``, from 1 to ``lanes``, and writes the parts n with n % lanes == lane - 1. The run ends if more
+    than ``max_failures`` rows fail; None means no limit. With ``retry_failed`` the failed rows of existing parts are
+    inferred again before missing parts are. At most ``limit`` rows of the input are read; None means all. ``created``
+    is the creation time in the output rows, in seconds since the epoch; None means the time when the run began.
     """
 
     input: str | None = None
@@ -89,6 +89,7 @@ class CloudRun:
     chunking: Chunking = field(default_factory=Chunking)
     tables: Tables = field(default_factory=Tables)
     limit: int | None = None
+    urls: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Raises RunRefused, which names the option, if an option is wrong or contradicts another."""
@@ -106,7 +107,9 @@ class CloudRun:
             raise RunRefused("--retry-failed: is not supported with --sequences; use another --output and --manifest")
         if self.glob is not None and self.manifest is not None:
             raise RunRefused("--glob: cannot be combined with --manifest, which names all objects")
-        if self.input is None and self.manifest is None:
+        if self.urls is not None and (self.input, self.manifest, self.output) != (None, None, None):
+            raise RunRefused("urls: are for a run without input, manifest and output; put them into a manifest")
+        if self.input is None and self.manifest is None and self.urls is None:
             raise RunRefused("--input: is missing; without it --manifest must be a list of URLs")
         for option, url in (("input", self.input), ("manifest", self.manifest)):
             if url is not None and _is_web(url) and "?" in url:
@@ -206,7 +209,8 @@ async def _open(run: CloudRun) -> InputLocation | UrlStore:
     if run.input is None:
         from mlserver_torch_stream.cloud.urls import UrlStore, read_url_list  # servers, which run batches, need no HTTP
 
-        return UrlStore(read_url_list(await _read_manifest(run)), run.storage, run.stall_s)
+        listed = await _read_manifest(run) if run.urls is None else "\n".join(run.urls).encode()
+        return UrlStore(read_url_list(listed), run.storage, run.stall_s)
     return await open_input(run.input, run.storage, run.retry, manifest=run.manifest is not None, stall_s=run.stall_s)
 
 
@@ -217,7 +221,7 @@ async def _list(run: CloudRun, place: InputLocation | UrlStore) -> list[Listed]:
     else:
         objects = await heads(place, list(place.urls), run.retry)
     if not objects:
-        where = run.input or run.manifest
+        where = run.input or run.manifest or "the list of URLs"
         raise RunRefused(f"--input: nothing found in {where}" + (f" that matches {run.glob}" if run.glob else ""))
     return objects
 

@@ -62,18 +62,23 @@ class ObjectSequences:
 
     async def _sequence(self, row: Row) -> Outcome:
         """Returns the outcome of an object. Raises SequenceLost if the worker or the connection fails meanwhile."""
-        name, join = uuid.uuid4().hex, ChunkJoin()
+        name, join, unended = uuid.uuid4().hex, ChunkJoin(), True
         ahead = self.source.ahead
         share = PrefetchedRange(max(1, ahead.pieces // self.most), max(1, ahead.nbytes // self.most))
         source = replace(self.source, objects=[self._objects[row.key]], ahead=share)
-        async with aclosing(source.rows()) as chunks:
-            async for part in chunks:
-                if part.failure is not None or part.chunk is None:
-                    return Outcome(failure=part.failure)
-                (outcome,) = await self.infer([replace(part, sequence=name)])
-                last = part.chunk.last or outcome.failure is not None
-                result = join.add(Result(replace(part, chunk=replace(part.chunk, last=last)), outcome))
-                if result is not None:
-                    self.metrics.input_bytes += result.row.size
-                    return result.outcome
-        raise AssertionError(f"{row.key}: has no last chunk")
+        try:
+            async with aclosing(source.rows()) as chunks:
+                async for part in chunks:
+                    if part.failure is not None or part.chunk is None:
+                        return Outcome(failure=part.failure)
+                    (outcome,) = await self.infer([replace(part, sequence=name)])
+                    unended = not part.chunk.last
+                    last = part.chunk.last or outcome.failure is not None
+                    result = join.add(Result(replace(part, chunk=replace(part.chunk, last=last)), outcome))
+                    if result is not None:
+                        self.metrics.input_bytes += result.row.size
+                        return result.outcome
+            raise AssertionError(f"{row.key}: has no last chunk")
+        finally:
+            if unended and (end := getattr(self.infer, "end_sequence", None)) is not None:
+                end(name)

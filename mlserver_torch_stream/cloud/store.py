@@ -266,6 +266,9 @@ class Store:
         meta = answer.meta
         if meta["size"] != info.size or self._version(meta) != info.etag:
             raise ObjectChanged(f"{info.key}: is no longer the version that was listed")
+        if end - start <= _CHUNK:
+            yield bytes(await self._call(info.key, lambda: answer.bytes_async()))
+            return
         chunks = answer.stream(min_chunk_size=_CHUNK)
         while True:
             try:
@@ -469,6 +472,13 @@ def _remote(url: str, scheme: str, options: dict[str, str]) -> Any:
         client["allow_http"] = True
     retry: Any = {"max_retries": 0}
     return obstore.store.from_url(url, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]
+
+
+def storage_account(options: Mapping[str, str]) -> str:
+    """Returns the name of Azure's storage account; an empty text if neither an option nor a variable names it."""
+    names = ("account_name", "azure_storage_account_name")
+    given = next((value for name, value in options.items() if name.lower() in names), None)
+    return given or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
 
 
 def _endpoint(options: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ from mlserver_torch_stream.cloud.pipeline import PipelineLimits, infer_rows
 from mlserver_torch_stream.cloud.prefetch import PrefetchedRange
 from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
+    CloudError,
     Failure,
     Infer,
     InUse,
@@ -45,7 +46,7 @@ from mlserver_torch_stream.cloud.run import CloudRun, RunPlan, write
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
 from mlserver_torch_stream.cloud.sequences import ObjectSequences
 from mlserver_torch_stream.cloud.sink import Done
-from mlserver_torch_stream.cloud.source import Listed, Source
+from mlserver_torch_stream.cloud.source import BLOCK_BYTES, Listed, Source
 from mlserver_torch_stream.cloud.store import ObjectInfo, Store, get_or_none
 from mlserver_torch_stream.cloud.tables import Tables
 
@@ -53,12 +54,22 @@ MAX_RESULT_BYTES = 64 * 2**20
 _LOOK_S = 1.0  # the time between two looks at an archive's result that another watcher writes
 
 
+async def always() -> bool:
+    """Says that an announcement is durable from the beginning."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A new object. ``done`` is awaited when its result is durable, or when the object is found to be deleted."""
+    """A new object. ``done`` is awaited when its result is durable, or when the object is found to be deleted.
+
+    ``stands`` waits until the announcement itself is durable. If it returns False, the announcement is withdrawn: the
+    object has no result, and ``done`` is awaited.
+    """
 
     key: str
     done: Callable[[], Awaitable[None]]
+    stands: Callable[[], Awaitable[bool]] = always
 
 
 @dataclass
@@ -156,20 +167,36 @@ class Watcher:
 
     async def _object(self, announced: Announced) -> None:
         try:
+            await self._write_result(announced)
+        except CloudError:
+            if await announced.stands():
+                raise
+        await announced.done()
+
+    async def _write_result(self, announced: Announced) -> None:
+        """Writes the result of an object if it is missing. Raises CloudError."""
+        try:
             listed = await self._listed(announced.key)
         except ObjectMissing:  # deleted, perhaps after an earlier announcement of it
-            self.report(f"{announced.key}: was deleted before it was read; nothing to do")
-            return await announced.done()
+            if await announced.stands():
+                self.report(f"{announced.key}: was deleted before it was read; nothing to do")
+            return
         name = self.result_name(listed.info)
         turn = self._turns.setdefault(name, asyncio.Lock())
         async with turn:  # one of several announcements of a version at a time, so that it is inferred once
             if listed.failure is None and self.tables.archives and is_archive(listed.info.key):
-                await self._infer_archive(listed)
-            elif not await self._there(name):
-                data = await self._inferred(listed)
-                with suppress(ObjectExists):  # another watcher has written it meanwhile
-                    await self.retry.run(self.output.create, name, data)
-        await announced.done()
+                if await announced.stands():
+                    await self._infer_archive(listed)
+                return
+            there = asyncio.create_task(self._there(name))
+            try:
+                data = await self._inferred(listed, there)
+                if not await there and await announced.stands():
+                    with suppress(ObjectExists):  # another watcher has written it meanwhile
+                        await self.retry.run(self.output.create, name, data)
+            finally:
+                there.cancel()
+                await asyncio.gather(there, return_exceptions=True)
 
     async def _infer_archive(self, listed: Listed) -> None:
         """Writes the missing parts of an archive's result, or waits while another watcher writes them."""
@@ -202,11 +229,16 @@ class Watcher:
         except (AccessDenied, RunRefused) as error:
             return Listed(ObjectInfo(key, 0, ""), Failure(error.code, error.message))
 
-    async def _inferred(self, listed: Listed) -> bytes:
+    async def _inferred(self, listed: Listed, there: asyncio.Task[bool]) -> bytes:
         """Returns the results of all rows of an object. If they exceed ``MAX_RESULT_BYTES``, returns one row that says
         so.
+
+        ``there`` looks for an earlier result while the first bytes of the object are read. If there is one, no row is
+        inferred.
         """
         info, data = listed.info, bytearray()
+        if info.size > BLOCK_BYTES and await there:
+            return b""
         created = int(time.time()) if self.created is None else self.created
         run = RunIdentity(self.result_name(info), created)
         infer = self.infer
@@ -222,7 +254,7 @@ class Watcher:
         source: Source | ObjectSequences = whole
         if self.chunking.sequences:
             source = infer = ObjectSequences(whole, infer, self.metrics, self.objects, self._again)
-        rows = source.rows()
+        rows = _unless(there, source.rows())
         async with aclosing(infer_rows(rows, infer, self.limits, self.metrics, self.weigh)) as results:
             async for result in results:
                 if result.outcome.failure is not None and result.row.line is None:
@@ -242,6 +274,15 @@ class Watcher:
         except ObjectMissing:
             return False
         return True
+
+
+async def _unless(there: asyncio.Task[bool], rows: AsyncGenerator[Row, None]) -> AsyncGenerator[Row, None]:
+    """Yields ``rows``, or nothing if there is a result already."""
+    async with aclosing(rows):
+        async for row in rows:
+            if await there:
+                return
+            yield row
 
 
 async def _next(announcements: AsyncGenerator[Announced, None]) -> Announced | None:

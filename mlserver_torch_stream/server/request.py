@@ -255,6 +255,10 @@ class HandlerModel(ServedModel):
         Raises NotServing if the model is not loaded, and LoadFailed if a worker cannot be started.
         """
 
+    @abstractmethod
+    def end_sequence(self, sequence_id: str) -> None:
+        """Ends a sequence whose client sends no further request. Does nothing if it is not open."""
+
 
 def is_ours(model: MLModel | None) -> TypeGuard[ServedModel]:
     """Whether the model belongs to this package rather than to another runtime."""

@@ -17,9 +17,9 @@ _STOP_S = 20.0
 
 
 @contextmanager
-def moto() -> Iterator[dict[str, str]]:
-    """Yields the environment in which clients find it."""
-    (port,) = free_ports(1)
+def moto(port: int = 0) -> Iterator[dict[str, str]]:
+    """Yields the environment in which clients find it. Port 0 means a free port."""
+    port = port or free_ports(1)[0]
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,

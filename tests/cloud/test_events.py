@@ -1,6 +1,6 @@
 """Thousands of events, sent twice, out of order and through kills: each object has exactly one result.
 
-As in clouds, senders deliver at least once: an event is sent until it is acknowledged. One sender in ten leaves at
+As in clouds, senders deliver at least once: an event is sent until it is acknowledged. One sender in four leaves at
 once, or does not read the acknowledgement.
 """
 
@@ -37,7 +37,7 @@ _TIMES = 4
 _KILLS = 2
 _AT_A_TIME = 8  # objects that a watcher infers, which a kill may lose
 _SENDERS = 16
-_LEAVING = 0.1
+_LEAVING = 0.25
 _TIMEOUT_S = 1800.0
 
 _Event = tuple[dict[str, Any], dict[str, str]]

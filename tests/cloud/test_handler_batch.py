@@ -69,7 +69,7 @@ async def _waiting(handler: Path, *batches: list[str]) -> set[int]:
         answers = asyncio.gather(*(backend(batch) for batch in rows))
         found = set()
         while not answers.done():
-            found.add((await backend._describe())["jobQueueStatus"]["pendingRequests"])
+            found.add((await backend.describe())["jobQueueStatus"]["pendingRequests"])
             await asyncio.sleep(0.01)
         assert all(each.failure is None for batch in await answers for each in batch)
         await backend.aclose()

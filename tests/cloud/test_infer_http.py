@@ -27,6 +27,7 @@ from mlserver_torch_stream.cloud.rows import (
     Result,
     Row,
     RunIdentity,
+    RunRefused,
     StoreUnavailable,
 )
 from mlserver_torch_stream.cloud.run import CloudRun, stream
@@ -268,6 +269,19 @@ def test_no_server_ends_the_run() -> None:
 def test_the_servers_only_model_needs_no_name(api: Any) -> None:
     with model_server() as server:
         assert asyncio.run(only_model(server.url, api, None)) == "m"
+
+
+def test_a_redirect_does_not_say_which_models_a_server_has() -> None:
+    """Another server might be asked, which may have a model of another owner."""
+    with model_server() as other:
+
+        class Redirects(Handler):
+            def do_POST(self) -> None:
+                self.received()
+                self.answer(307, headers={"Location": other.url + self.path})
+
+        with serving(Redirects) as url, pytest.raises(RunRefused, match="does not say which models"):
+            asyncio.run(only_model(url, "v2", None))
 
 
 def test_a_stream_of_results_takes_the_url_of_a_server_or_its_endpoint(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import re
 import ssl
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +27,15 @@ from cryptography.x509.oid import NameOID
 
 from mlserver_torch_stream.cloud.listen import MAX_EVENT_BYTES, EventListener
 from mlserver_torch_stream.cloud.naming import glob_pattern
-from mlserver_torch_stream.cloud.notifications import Created, InputPlace
-from mlserver_torch_stream.cloud.rows import RunRefused
+from mlserver_torch_stream.cloud.notifications import Created, InputPlace, read_cloud_event
+from mlserver_torch_stream.cloud.rows import Outcome, Row, RunRefused, StoreUnavailable
 from mlserver_torch_stream.cloud.sns import SnsVerifier
-from mlserver_torch_stream.cloud.store import Store
-from mlserver_torch_stream.cloud.watch import Announced
+from mlserver_torch_stream.cloud.store import Store, storage_account
+from mlserver_torch_stream.cloud.watch import Announced, Watcher
 from tests.certificates import Authority
 from tests.cloud.command import cloud, finish, start
-from tests.cloud.jobs import QUICK
+from tests.cloud.faulty import faulty_server
+from tests.cloud.jobs import QUICK, Model
 from tests.cloud.models import ModelServer
 from tests.cloud.ten_thousand_events import EVENTS, OBJECTS
 from tests.cloud.test_watch import _put, _results
@@ -185,7 +187,9 @@ def test_an_event_is_recorded_before_it_is_accepted_and_its_record_goes_when_its
             for announced in found.announced:
                 assert await _recorded(records) == [keys]
                 await announced.done()
-            assert await _recorded(records) == [] and found.listener.metrics.refused_events == 0
+            while [info async for info in records.list()]:
+                await asyncio.sleep(0.01)
+            assert found.listener.metrics.refused_events == 0
 
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
 
@@ -226,6 +230,25 @@ def test_an_event_that_is_refused_is_counted_and_leaves_nothing(
             assert found.listener.metrics.as_dict()["refused_events"] == 1
 
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
+
+
+def test_an_event_of_another_storage_account_names_no_object_below_the_input() -> None:
+    """A container of the same name in another account of Azure is another place."""
+    (created,) = read_cloud_event(_AZURE, None) or ()
+    for account, keys in (("", ["c.txt"]), ("a", ["c.txt"]), ("A", ["c.txt"]), ("b", None)):
+        assert InputPlace.of_url("az://b/in", glob_pattern("**"), account).keys([created]) == keys
+    assert read_cloud_event({**_AZURE, "source": "/subscriptions/s"}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "account"),
+    [({}, "", ""), ({}, "a", "a"), ({"account_name": "b"}, "a", "b"), ({"AZURE_STORAGE_ACCOUNT_NAME": "c"}, "a", "c")],
+)
+def test_the_storage_account_is_an_option_or_a_variable(
+    options: dict[str, str], variable: str, account: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", variable)
+    assert storage_account(options) == account
 
 
 def test_events_about_folders_name_no_object() -> None:
@@ -281,7 +304,119 @@ def test_an_event_that_cannot_be_recorded_is_not_accepted(tmp_path: Path) -> Non
             (tmp_path / "records").rmdir()
             (tmp_path / "records").write_text("in the way")
             answer = await found.post(_s3("in/a.txt"))
-            assert answer.status_code == 503 and found.keys == []
+            assert answer.status_code == 503
+            assert [await announced.stands() for announced in found.announced] == [False]
+
+    asyncio.run(asyncio.wait_for(act(), _SOON_S))
+
+
+def _deleted(asked: bytes) -> bytes:
+    """Returns S3's answer to the request to delete several objects."""
+    keys = b"".join(b"<Deleted>%b</Deleted>" % key for key in re.findall(b"<Key>.*?</Key>", asked))
+    return b"<DeleteResult>%b</DeleteResult>" % keys
+
+
+@contextmanager
+def _slow_bucket() -> Iterator[tuple[Store, threading.Event, list[int]]]:
+    """Yields an empty bucket whose PUTs wait for the event, and then get the first of the statuses."""
+    go, statuses = threading.Event(), [200]
+
+    class Slow(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, b"<ListBucketResult></ListBucketResult>")
+
+        def do_PUT(self) -> None:
+            self.received()
+            go.wait(_SOON_S)
+            self.answer(statuses[0], headers={"ETag": '"1"'})
+
+        def do_POST(self) -> None:
+            self.answer(200, _deleted(self.received()))
+
+    with serving(Slow) as url:
+        options = {"endpoint": url, "region": "x", "skip_signature": "true"}
+        yield Store.open("s3://bucket", options), go, statuses
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_an_object_is_inferred_while_its_event_is_recorded_and_has_a_result_only_then(status: int) -> None:
+    async def act() -> None:
+        source, output, inferred = Store.memory(), Store.memory(), asyncio.Event()
+        await source.put("a.txt", b"hello")
+
+        async def infer(rows: Sequence[Row]) -> list[Outcome]:
+            inferred.set()
+            return [Outcome({"text": "olleh"})] * len(rows)
+
+        async def results() -> list[str]:
+            return [info.key async for info in output.list()]
+
+        with _slow_bucket() as (records, go, statuses):
+            statuses[0] = status
+            async with _listening(records) as found:
+                posted = asyncio.create_task(found.post(_s3("in/a.txt")))
+                while not found.announced:
+                    await asyncio.sleep(0.01)
+                watcher = Watcher(source, output, infer, {}, retry=QUICK)
+                written = asyncio.create_task(watcher._object(found.announced[0]))
+                await inferred.wait()
+                await asyncio.sleep(0.1)
+                assert await results() == [] and not posted.done()
+                go.set()
+                await written
+                assert (await posted).status_code == (202 if status == 200 else 503)
+                assert len(await results()) == (status == 200) and found.listener._open == 0
+
+    asyncio.run(asyncio.wait_for(act(), _SOON_S))
+
+
+def test_an_announcement_that_is_withdrawn_does_not_end_the_watcher_if_its_store_fails() -> None:
+    async def act() -> None:
+        async def withdrawn() -> bool:
+            return False
+
+        async def done() -> None:
+            ended.append(True)
+
+        ended: list[bool] = []
+        with faulty_server() as server:
+            pass
+        options = {"endpoint": server.url, "region": "x", "skip_signature": "true"}
+        watcher = Watcher(Store.open("s3://bucket", options), Store.memory(), Model(), {}, retry=QUICK)
+        await watcher._object(Announced("a.txt", done, withdrawn))
+        assert ended == [True]
+        with pytest.raises(StoreUnavailable):
+            await watcher._object(Announced("a.txt", done))
+
+    asyncio.run(asyncio.wait_for(act(), _SOON_S))
+
+
+def test_the_records_of_events_that_end_together_are_deleted_by_one_request(tmp_path: Path) -> None:
+    deletions: list[bytes] = []
+
+    class Bucket(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, b"<ListBucketResult></ListBucketResult>")
+
+        def do_PUT(self) -> None:
+            self.received()
+            self.answer(200, headers={"ETag": '"1"'})
+
+        def do_POST(self) -> None:
+            deletions.append(self.received())
+            self.answer(200, _deleted(deletions[-1]))
+
+    async def act() -> None:
+        with serving(Bucket) as url:
+            options = {"endpoint": url, "region": "x", "skip_signature": "true"}
+            async with _listening(Store.open("s3://bucket", options)) as found:
+                for number in range(5):
+                    assert (await found.post(_s3(f"in/{number}.txt"))).status_code == 202
+                for announced in found.announced:
+                    await announced.done()
+                while not deletions:
+                    await asyncio.sleep(0.01)
+        assert [body.count(b"<Key>") for body in deletions] == [5]
 
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
 

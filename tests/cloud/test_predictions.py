@@ -5,6 +5,7 @@ The servers are a real MLServer with our runtime, and a scripted TorchServe that
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -17,8 +18,12 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cloud.answers import AnswerTooLarge, PieceCollector, predicted
-from mlserver_torch_stream.cloud.rows import Result, Row, RunIdentity
+from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
+from mlserver_torch_stream.cloud.pipeline import PipelineLimits
+from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity, RunRefused
+from mlserver_torch_stream.cloud.run import CloudRun, stream
 from tests.cloud.command import cloud, joined, trouble
+from tests.cloud.faulty import faulty_server
 from tests.cloud.handlers import counted, predictions, rows, told, write
 from tests.scripted_http import Handler, serving
 from tests.server.harness import Model, Server, serve
@@ -31,7 +36,9 @@ _OBJECTS = {"a b.png": bytes(range(256)) * 9, "b.bin": b"pieces" * 200, "empty":
 def mlserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("count")
     model = Model("count", str(write(folder / "h")), implementation=TORCHSERVE, extra=SHIM, version="1.0")
-    with serve(folder / "models", [model], settings=SETTINGS) as running:
+    batched = write(folder / "b", batchSize=3, maxBatchDelay=1)
+    second = Model("batched", str(batched), implementation=TORCHSERVE, extra=SHIM)
+    with serve(folder / "models", [model, second], settings=SETTINGS) as running:
         yield running
 
 
@@ -83,7 +90,7 @@ def test_each_piece_of_a_streamed_answer_is_a_row_of_its_own(mlserver: Server, f
 
 
 def test_a_v2_server_gets_tensors_of_raw_bytes(mlserver: Server, folder: Path, capfd: Any) -> None:
-    run = ("run", "--input", folder / "in", "--url", mlserver.url, "--tensor", "body")
+    run = ("run", "--input", folder / "in", "--url", mlserver.url, "--model", "count", "--tensor", "body")
     for options, chunk in (((), None), (("--chunk-bytes", "700"), 700)):
         assert cloud(*run, *options) == 0
         found = rows(capfd.readouterr().out)
@@ -92,6 +99,87 @@ def test_a_v2_server_gets_tensors_of_raw_bytes(mlserver: Server, folder: Path, c
             outputs = [answer[0] for answer in predictions(row)]
             assert {(each["name"], each["datatype"]) for each in outputs} == {("output", "BYTES")}
             assert told([_last_json(each["data"][0]) for each in outputs]) == _expected(row["key"], chunk)
+
+
+def test_a_list_of_urls_is_streamed_in_batches_to_a_server_of_this_project(mlserver: Server) -> None:
+    """Each batch of the run is one batch of the handler, though its delay is too short to gather one."""
+    limits = PipelineLimits(batch_rows=3, max_wait=10.0)
+
+    async def answers(urls: list[str], batches: bool | None) -> list[tuple[str, int, int]]:
+        run = CloudRun(urls=urls, kind=Kind.BYTES, limits=limits)
+        endpoint = ServerEndpoint(mlserver.url, "batched", "torchserve", batches=batches)
+        found = [(result.row, result.outcome.response or {}) async for result in stream(run, endpoint)]
+        return [(row.key, body["predictions"][0]["bytes"], body["predictions"][0]["batch"]) for row, body in found]
+
+    with faulty_server({f"/{size}.bin": bytes(size) for size in range(1, 7)}) as host:
+        urls = [f"{host.url}/{size}.bin" for size in (3, 1, 2, 6, 5, 4)]
+        keys = [(url, int(url[-5]), 3) for url in urls]
+        assert asyncio.run(answers(urls, None)) == keys
+        assert any(size != 3 for _, _, size in asyncio.run(answers(urls, False)))
+        for run in ({"urls": urls, "output": "out"}, {"urls": urls, "input": "in"}):
+            with pytest.raises(RunRefused, match="urls: "):
+                CloudRun(**run)
+
+
+@dataclass
+class _Tensors:
+    """A V2 server that reverses the elements of a tensor; ``refuses`` says whether it refuses several."""
+
+    shape: list[int]
+    refuses: bool = False
+    url: str = ""
+    asked: list[tuple[list[int], Any]] = field(default_factory=list)
+
+
+@contextmanager
+def _tensors(server: _Tensors) -> Iterator[_Tensors]:
+    class V2(Handler):
+        def do_GET(self) -> None:
+            inputs = [{"name": "x", "datatype": "BYTES", "shape": server.shape}]
+            self.answer(200, json.dumps({"name": "m", "inputs": inputs}).encode(), {"Content-Type": "application/json"})
+
+        def do_POST(self) -> None:
+            body, length = self.received(), int(self.headers["Inference-Header-Content-Length"])
+            (tensor,), raw, values = json.loads(body[:length])["inputs"], body[length:], []
+            server.asked.append((tensor["shape"], json.loads(body[:length])["parameters"].get("x-object-key")))
+            while raw:
+                size = int.from_bytes(raw[:4], "little")
+                values.append(raw[4 : 4 + size].decode()[::-1])
+                raw = raw[4 + size :]
+            if len(values) > 1 and server.refuses:
+                return self.answer(400, b'{"error": "one at a time"}')
+            output = {"name": "y", "datatype": "BYTES", "shape": [len(values)], "data": values}
+            self.answer(200, json.dumps({"outputs": [output]}).encode())
+
+    with serving(V2) as server.url:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("server", "asked"),
+    [
+        (_Tensors([-1]), [[3]]),
+        (_Tensors([1]), [[1], [1], [1]]),
+        (_Tensors([-1], refuses=True), [[3], [1], [1], [1]]),
+    ],
+)
+def test_a_batch_is_one_tensor_of_a_v2_server_whose_metadata_allow_it(
+    server: _Tensors, asked: list[list[int]], tmp_path: Path
+) -> None:
+    for name in ("ab", "cd", "efg"):
+        (tmp_path / name).write_text(name)
+
+    async def answers() -> list[Any]:
+        limits = PipelineLimits(batch_rows=3, max_wait=10.0)
+        run = CloudRun(str(tmp_path), kind=Kind.BYTES, limits=limits)
+        return [found.outcome.response async for found in stream(run, ServerEndpoint(server.url, "m", tensor="x"))]
+
+    with _tensors(server):
+        found = [body["predictions"] for body in asyncio.run(answers())]
+    assert [shape for shape, _ in server.asked] == asked
+    assert {key for shape, key in server.asked if shape == [1]} == ({"ab", "cd", "efg"} if [1] in asked else set())
+    output = {"name": "y", "datatype": "BYTES", "shape": [1]}
+    assert found == [[[{**output, "data": [text]}]] for text in ("ba", "dc", "gfe")]
 
 
 def test_a_model_that_is_not_there_ends_the_run(mlserver: Server, folder: Path, capfd: Any) -> None:

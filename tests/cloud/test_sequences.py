@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from mlserver_torch_stream.cloud.source import BLOCK_BYTES
 from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.handlers import predictions, rows, write
+from tests.cloud.sparse import sparse_bucket
 from tests.waiting import wait_until
 
 _CHUNK = 1000
-# The checksum of all bytes so far of a sequence. Notes each chunk; dies, raises and hangs as files beside it say.
+# The checksum of all bytes so far of a sequence. Notes each chunk; dies, raises, hangs and waits as files say.
 _STATEFUL = """
 import os, time, zlib
 from pathlib import Path
@@ -38,7 +40,10 @@ def handle(data, context):
             notes.write(f"{os.getpid()} {name} {key} {chunk} {len(data)}\\n")
         if starts:
             state[name] = 0
-        for what, act in (("die", lambda: os._exit(9)), ("hang", lambda: time.sleep(600))):
+        def hold():
+            while not (HERE / "go").exists():
+                time.sleep(0.01)
+        for what, act in (("die", lambda: os._exit(9)), ("hang", lambda: time.sleep(600)), ("hold", hold)):
             flag = HERE / f"{what}-{key}-{chunk}"
             if flag.exists():
                 flag.read_text() or flag.unlink()
@@ -143,6 +148,29 @@ def test_an_object_at_which_workers_die_or_handlers_raise_fails_alone(run: tuple
     sequences = _chunks_of_sequences(tmp_path)
     assert len(sequences["1.bin"]) == 3 and len(sequences["0.bin"]) == len(sequences["4.bin"]) == 1
     assert all(predictions(found[key]) == _whole(key) for key in found if key not in errors)
+
+
+def test_an_object_that_changes_while_it_is_read_keeps_no_place_from_the_next(tmp_path: Path) -> None:
+    """The handler has room for one sequence, and would keep it for 60 s without a request."""
+    one = {**_CONFIG, "maxNumSequence": 1, "minWorkers": 1, "maxWorkers": 1}
+    handler = write(tmp_path / "h", _STATEFUL, batchSize=1, **one)
+    flag = tmp_path / "h" / "hold-a.bin-1"
+    flag.touch()
+    options = ("--chunk-bytes", BLOCK_BYTES // 2, "--sequences", "--prefetch", 1, "--extra", '{"ts": "shim"}')
+    body = bytes(BLOCK_BYTES // 2 + 1)
+    with sparse_bucket({"a.bin": 2 * BLOCK_BYTES, "b.bin": body}) as bucket:
+        run = ("run", "--input", "s3://bucket", "--handler", handler, *options, *bucket.options())
+        process = start(*run, "--output", tmp_path / "out")
+        try:
+            wait_until(lambda: not flag.exists(), "the second chunk", 120)
+            bucket.versions["a.bin"] = 1
+            (tmp_path / "h" / "go").touch()
+            assert finish(process, 120)[0] == 1
+        finally:
+            process.kill()
+    changed, other = rows(joined(tmp_path / "out"))
+    assert (trouble(changed) or {})["code"] == "changed"
+    assert [each["crc"] for each in predictions(other)] == [zlib.crc32(body[:-1]), zlib.crc32(body)]
 
 
 @pytest.mark.slow

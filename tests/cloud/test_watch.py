@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.watch import MAX_RESULT_BYTES, Announced, Watcher
 from tests.cloud.command import cloud, finish, start
 from tests.cloud.faulty import FaultyServer, faulty_server
+from tests.cloud.jobs import Model
 from tests.cloud.models import ModelServer
+from tests.scripted_http import Handler, serving
 
 _SOON_S = 20.0  # ten times what is promised, for machines that are busy
 
@@ -135,6 +138,37 @@ def test_an_object_that_is_denied_or_has_gone_is_told_and_the_others_are_done(
     err = capsys.readouterr().err
     assert "in/denied.txt: no permission" in err and "gone.txt: was deleted before it was read" in err
     assert "2 rows, 1 failed" in err and _left(aws, queue) == 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_earlier_result_is_looked_for_while_the_object_is_read(there: bool) -> None:
+    read, beside, written = threading.Event(), [], []
+    seen = {"ETag": '"1"', "Last-Modified": "Wed, 21 Oct 2026 07:28:00 GMT"}
+
+    class Bucket(Handler):
+        def do_HEAD(self) -> None:
+            if "/result-" not in self.path:
+                return self.answer(200, b"hello", seen)
+            beside.append(read.wait(5.0))
+            self.answer(200 if there else 404, headers=seen)
+
+        def do_GET(self) -> None:
+            read.set()
+            self.answer(200, b"hello", seen)
+
+        def do_PUT(self) -> None:
+            written.append(self.received())
+            self.answer(200, headers=seen)
+
+    async def done() -> None:
+        pass
+
+    model = Model()
+    with serving(Bucket) as url:
+        store = Store.open("s3://bucket", {"endpoint": url, "region": "x", "skip_signature": "true"})
+        asyncio.run(Watcher(store, store, model, {})._object(Announced("a.txt", done)))
+    assert beside == [True]
+    assert (len(model.asked), len(written)) == ((0, 0) if there else (1, 1))
 
 
 def test_more_results_than_are_kept_of_one_object_are_one_failed_row_that_is_told() -> None:

@@ -371,6 +371,26 @@ def test_a_sequence_that_ends_makes_room() -> None:
     waiting.add(_job("b", 0.0, "b"), 0.0)
 
 
+def test_a_sequence_whose_client_ends_it_makes_room_once_none_of_its_requests_waits_or_runs() -> None:
+    waiting = BatchQueue(HandlerConfig(**{**_SEQUENCES, "maxNumSequence": 1}, sequenceMaxIdleMSec=10**6))
+    first, second = _job("a1", 0.0, "a"), _job("a2", 0.0, "a")
+    waiting.add(first, 0.0)
+    waiting.add(second, 0.0)
+    assert waiting.take(0, 4) == [first]
+    waiting.end_sequence("other", 1.0)
+    waiting.end_sequence("a", 1.0)
+    waiting.remove(second, 1.0)
+    with pytest.raises(QueueFull):
+        waiting.add(_job("b", 1.0, "b"), 1.0)
+    waiting.ended(first, 2.0, False)
+    left = _job("b1", 2.0, "b")
+    waiting.add(left, 2.0)
+    waiting.end_sequence("b", 2.0)
+    waiting.remove(left, 2.0)
+    waiting.add(_job("c", 2.0, "c"), 2.0)
+    assert [job.key for job in waiting.take(0, 4)] == ["c"]
+
+
 def test_sequences_keep_their_state_in_their_worker(tmp_path: Path) -> None:
     """The handler keeps a sum per sequence, in two workers, with requests of both sequences at once."""
     source = """

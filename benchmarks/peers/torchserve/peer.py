@@ -104,7 +104,9 @@ def serving(
     configuration.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
     options = ["--start", "--foreground", "--ncs", "--disable-token-auth", "--model-store", str(folder / "store")]
     command = server.command([*options, "--ts-config", str(configuration)])
-    environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", "LOG_LOCATION": str(folder), **server.environment()}
+    # TorchServe starts only once with one folder for temporary files, and its workers' sockets are there.
+    places = dict.fromkeys(("LOG_LOCATION", "TEMP", "TMPDIR"), str(folder))
+    environment = {**clean_environment(), "HF_HUB_OFFLINE": "1", **places, **server.environment()}
     log = folder / "server.log"
     with running(command, environment, log, folder) as process:
         wait_until_ready(process, lambda: _ready(f"{_HOST}:{management}/models/{MODEL}", config["minWorkers"]), log)

@@ -1,7 +1,7 @@
 """Streams a column of the tables in a tar.gz in a bucket to a server, with s3fs and tarfile.
 
 Runs in the environment of s3fs. As in TorchServe's own example, lines are split at commas, and requests are sent in
-groups of a fixed size.
+groups of a fixed size. There are at most ``connections`` connections; 0 means no limit.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ import aiohttp
 import s3fs
 
 
-async def main(endpoint, archive, url, column, field, at_once, limit, output):
+async def main(endpoint, archive, url, column, field, at_once, limit, connections, output):
     storage = s3fs.S3FileSystem(key="test", secret="test", use_ssl=False, client_kwargs={"endpoint_url": endpoint})
     asked, sent = [], 0
-    unlimited = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
-    async with aiohttp.ClientSession(**unlimited) as session:
+    connector, timeout = aiohttp.TCPConnector(limit=connections), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def post(text):
             async with session.post(url, data=json.dumps({field: text}) if field else text.encode()) as response:
@@ -43,6 +43,6 @@ async def main(endpoint, archive, url, column, field, at_once, limit, output):
 
 
 if __name__ == "__main__":
-    endpoint, archive, url, column, field, at_once, limit, path = sys.argv[1:]
+    endpoint, archive, url, column, field, at_once, limit, connections, path = sys.argv[1:]
     with open(path, "w") as file:
-        asyncio.run(main(endpoint, archive, url, int(column), field, int(at_once), int(limit), file))
+        asyncio.run(main(endpoint, archive, url, int(column), field, int(at_once), int(limit), int(connections), file))

@@ -240,6 +240,12 @@ class BatchQueue:
         if sequence.ended and sequence.idle:
             del self._sequences[sequence.id]
 
+    def end_sequence(self, sequence_id: str, now: float) -> None:
+        """Ends a sequence of which no further request comes. It stays open while one of its requests waits or runs."""
+        if (sequence := self._sequences.get(sequence_id)) is not None:
+            sequence.ended = True
+            self._expire(now)
+
     def worker_lost(self, worker: int) -> list[HandlerJob]:
         """Removes the sequences whose state this worker held, and returns their waiting requests."""
         self.leaving.discard(worker)
@@ -274,6 +280,8 @@ class BatchQueue:
     def _expires_at(self, sequence: RequestSequence) -> float:
         if not sequence.idle:
             return math.inf
+        if sequence.ended:
+            return -math.inf
         idle, life = self._config.sequenceMaxIdleMSec / 1000, self._config.sequenceTimeoutMSec / 1000
         return min(sequence.idle_since + idle, sequence.opened + life if life else math.inf)
 

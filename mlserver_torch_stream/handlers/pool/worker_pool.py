@@ -187,6 +187,11 @@ class WorkerPool:
         elif slot.worker is not None:
             slot.worker.send(encode_frame({"t": "cancel", "ids": [job.key]}), all_ranks=False)
 
+    def end_sequence(self, sequence_id: str) -> None:
+        """Ends a sequence whose client sends no further request, so that another can open."""
+        self._queue.end_sequence(sequence_id, time.monotonic())
+        self._dispatcher.dispatch_due()
+
     def _key(self, request_id: str) -> str:
         """Returns a key that no other job has, because handlers store state under the request's id."""
         key, number = request_id, 1

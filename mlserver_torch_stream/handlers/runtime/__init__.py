@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from uuid import uuid4
 from mlserver.logging import logger
 from mlserver.types import InferenceRequest
 
+from mlserver_torch_stream.errors import NotServing
 from mlserver_torch_stream.handlers.config.model_config import KEYS, OURS
 from mlserver_torch_stream.handlers.pool.handler_metrics import HANDLER_METRICS
 from mlserver_torch_stream.handlers.pool.handler_request import HandlerRequest, RequestPart
@@ -144,3 +146,8 @@ class TorchServeRuntime(BaseRuntime, HandlerModel):
     async def scale_workers(self, least: int, most: int, grace: float | None) -> None:
         """Sets the least and the largest number of workers, as ``WorkerScaling.scale`` does."""
         await self._slot.built.engine.scaling.scale(least, most, grace)
+
+    def end_sequence(self, sequence_id: str) -> None:
+        """Ends a sequence whose client sends no further request."""
+        with suppress(NotServing):
+            self._slot.built.engine.end_sequence(sequence_id)

@@ -5,8 +5,8 @@ batch's number, and ``items``, the number of its items, followed by one frame fo
 the same form, in the order of the items, and is sent when all items are answered. The items of a token model are bodies
 of OpenAI's API, which are generated independently; the items of a handler are one batch of the handler. An item that
 belongs to a sequence is a separate batch, and its field ``sequence`` has V2's parameters of the sequence. A frame with
-``cancel`` ends a batch. An invalid body is answered with 400; after the first batch, the connection is closed instead.
-``GET`` describes the model's workers.
+``cancel`` ends a batch, and one with ``end_sequence`` a sequence of which no further item comes. An invalid body is
+answered with 400; after the first batch, the connection is closed instead. ``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
@@ -114,8 +114,11 @@ class _BatchEndpoint:
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) + 1 if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
 
-        def take(number: int, items: list[Item] | None) -> None:
-            if items is not None:
+        def take(number: int | str, items: list[Item] | None) -> None:
+            if isinstance(number, str):
+                if isinstance(found, HandlerModel):
+                    found.end_sequence(number)
+            elif items is not None:
                 if number in tasks:
                     raise InvalidInput("batch", f"{number} is already being answered")
                 tasks[number] = asyncio.create_task(self._answer(found, number, items, turns, send))
@@ -267,8 +270,9 @@ def _context(model: ServedModel, request_id: str) -> ReplyContext:
     return ReplyContext(model.name, model.version, 0)
 
 
-async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int, list[Item] | None]]:
-    """Yields the number and the items of each batch. If the items are None, the batch is to be cancelled.
+async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int | str, list[Item] | None]]:
+    """Yields the number and the items of each batch. If the items are None, the batch is to be cancelled. A text is the
+    id of a sequence that ends.
 
     ``max_bytes`` bounds an item. Raises ClientLeft or InvalidInput.
     """
@@ -285,6 +289,8 @@ async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int,
             header, _ = frame
             if batch is None and "cancel" in header:
                 yield _field(header, "cancel", int), None
+            elif batch is None and "end_sequence" in header:
+                yield _field(header, "end_sequence", str), None
             elif batch is None:
                 batch, count = (_field(header, "batch", int), []), _field(header, "items", int)
                 if count < 1:

@@ -106,13 +106,29 @@ def bert(head: str) -> None:
     """Writes a BERT of one layer with its own vocabulary."""
     import transformers
 
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    labels = 9 if head == "BertForTokenClassification" else 2
+    config = transformers.BertConfig(vocab_size=_vocabulary(), num_labels=labels, initializer_range=0.5, **sizes)
+    getattr(transformers, head)(config).save_pretrained(".", safe_serialization=True)
+
+
+def distilbert() -> None:
+    """Writes a DistilBERT of one layer with two labels, as the file ``pytorch_model.bin``."""
+    import transformers
+
+    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2}
+    config = transformers.DistilBertConfig(vocab_size=_vocabulary(), initializer_range=0.5, **sizes)
+    transformers.DistilBertForSequenceClassification(config).save_pretrained(".", safe_serialization=False)
+
+
+def _vocabulary() -> int:
+    """Writes the tokenizer of a BERT, and returns the number of its tokens."""
+    import transformers
+
     words = sorted({word for sentence in _SENTENCES for word in sentence.split()} | set(".,?"))
     Path("vocab.txt").write_text("\n".join([*_CATEGORIES, *words]))
     transformers.BertTokenizerFast(vocab_file="vocab.txt", do_lower_case=True).save_pretrained(".")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    labels = 9 if head == "BertForTokenClassification" else 2
-    config = transformers.BertConfig(vocab_size=len(words) + 5, num_labels=labels, initializer_range=0.5, **sizes)
-    getattr(transformers, head)(config).save_pretrained(".", safe_serialization=True)
+    return len(words) + 5
 
 
 def llama() -> None:
