@@ -77,6 +77,17 @@ def test_every_spelling_gives_the_same_tokens(doors: Server) -> None:
     assert v2.grpc_reply(reply).text == text
 
 
+def test_prompts_are_scored_on_v1_and_in_v2(doors: Server) -> None:
+    asked = openai.prompt("Hello", echo=True, logprobs=1, max_tokens=0)
+    choice = openai.whole(doors, openai.TEXT, asked)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+    first, *others = choice["logprobs"]["token_logprobs"]
+    assert first is None and others and all(each < 0 for each in others)
+    body = v2.rest_body("Hello", prompt_logprobs=0, max_tokens=1)
+    outputs = v2.rest_unary(doors.url, "/v2/models/tiny/infer", body).outputs
+    assert [each["logprob"] for each in json.loads(outputs["prompt_logprobs"][0])] == [None, *others]
+
+
 def test_an_adapter_is_a_model_on_v1_and_a_parameter_in_v2(doors: Server, folder: Path) -> None:
     chat = openai.whole(doors, openai.CHAT, {**openai.talk(max_tokens=2), "model": "early"})
     assert chat["model"] == "early"
