@@ -855,6 +855,10 @@ def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
         ({"weights": "int8"}, "weights has no meaning to vLLM"),
         ({"vllm": {"model": "x"}}, "parameters.uri names the model"),
         ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),
+        ({"vllm": {"load_format": "AUTO"}}, "load_format 'AUTO' reads pickles"),
+        ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 32}, "max_num_seqs is 4, but .*max_num_seqs is 32"),
+        ({"vllm": {"trust_remote_code": True}, "trust_remote_code": False}, "trust_remote_code is True, but .* False"),
+        ({"vllm": {"revision": "a"}, "revision": "b"}, "revision is 'a', but .*revision is 'b'"),
         ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, but parameters.extra.max_num_seqs is 5"),
     ],
     ids=str,
@@ -882,6 +886,24 @@ def test_settings_of_ours_become_engine_arguments(tiny_model: Path) -> None:
         "model": "folder",
         "structured_outputs_config": {"backend": "guidance"},
     }
+
+
+def test_arguments_that_the_server_needs_too_become_settings(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    vllm = {"revision": "v1", "trust_remote_code": True, "tokenizer": "words", "dtype": "half"}
+    settings = parse_settings(str(tiny_model), {"vllm": vllm, "revision": "v1"}, source_folder=str(tmp_path)).settings
+    words = str(tmp_path / "words")
+    assert (settings.revision, settings.trust_remote_code, settings.tokenizer) == ("v1", True, words)
+    args = vllm_engine.engine_args(settings, "folder")
+    assert (args["revision"], args["trust_remote_code"], args["tokenizer"]) == ("v1", True, words)
+    assert args["dtype"] == "half"
+    assert vllm.keys() == {"revision", "trust_remote_code", "tokenizer", "dtype"}  # the caller's own object
+
+
+def test_adapters_may_be_hub_ids_with_their_scheme(tiny_model: Path) -> None:
+    modules = {"a": "hf://org/name", "b": "org/name"}
+    settings = parse_settings(str(tiny_model), {"vllm": {"enable_lora": True}, "lora_modules": modules}).settings
+    assert settings.lora_modules == {"a": "org/name", "b": "org/name"}
 
 
 def test_cores_are_divided_among_the_ranks() -> None:
