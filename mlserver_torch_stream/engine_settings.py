@@ -103,6 +103,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "trust_remote_code": "trust_remote_code",
     "tokenizer": "tokenizer",
 }
+READ_HERE_TOO = ("revision", "trust_remote_code", "tokenizer")  # those of them that the server itself needs
 MAX_ADAPTERS = 128
 _GPU_DEFAULTS = {"max_num_seqs": 256, "chunked_prefill_size": 2048}
 _PICKLE_FORMATS = ("auto", "hf", "pt", "npcache")  # values of vLLM's ``load_format`` with which it reads pickles
@@ -257,15 +258,21 @@ class EngineSettings(BaseModel):
         if "model" in vllm:
             raise ValueError("parameters.uri names the model")
         load_format = vllm.get("load_format")
-        if load_format in _PICKLE_FORMATS and not info.data.get("allow_pickle"):
+        # vLLM ignores the case.
+        if str(load_format).lower() in _PICKLE_FORMATS and not info.data.get("allow_pickle"):
             raise ValueError(
                 f"load_format {load_format!r} reads pickles, which can hold code; set allow_pickle to true"
             )
-        for key, name in VLLM_NAMES.items():
-            ours, default = info.data.get(key), cls.model_fields[key].default
-            if name in vllm and ours != default and ours != vllm[name]:
-                raise ValueError(f"{name} is {vllm[name]!r}, but parameters.extra.{key} is {ours!r}")
         return vllm
+
+    @model_validator(mode="after")
+    def _agrees_with_vllm(self) -> EngineSettings:
+        vllm = self.vllm or {}
+        for key, name in VLLM_NAMES.items():
+            ours = getattr(self, key)
+            if name in vllm and key in self.model_fields_set and ours not in (None, vllm[name]):
+                raise ValueError(f"{name} is {vllm[name]!r}, but parameters.extra.{key} is {ours!r}")
+        return self
 
     @field_validator("lora_modules")
     @classmethod

@@ -52,8 +52,8 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
     async def load(self) -> bool:
         with self._loading():
             resolved = resolve(self.settings, source_of(self.settings))
-            if self.name in (resolved.settings.lora_modules or {}):
-                raise SettingsError(f"parameters.extra.lora_modules: {self.name} is the name of the model itself")
+            self._slot.adapters = frozenset(resolved.settings.lora_modules or {})
+            self._refuse_taken_names()
             built = await self._slot.load(partial(build, resolved, f"{self.name}/{self.version or ''}"))
         if built is None:
             logger.info(f"Model '{self.name}': its load was cancelled, because it is being unloaded")
@@ -66,6 +66,20 @@ class TorchStreamRuntime(BaseRuntime, TokenModel):
         if warning is not None:
             logger.warning(f"Model '{self.name}': {warning}")
         return True
+
+    def _refuse_taken_names(self) -> None:
+        """Raises SettingsError if requests could not tell an adapter from a model, or from another model's adapter."""
+        if self.name in self._slot.adapters:
+            raise SettingsError(f"parameters.extra.lora_modules: {self.name} is the name of the model itself")
+        for other in self._state.lifecycle.members():
+            if other.retired or other.name == self.name:
+                continue
+            if taken := self._slot.adapters & {other.name, *other.adapters}:
+                raise SettingsError(
+                    f"parameters.extra.lora_modules: {min(taken)} is the name of model {other.name} or of its adapter"
+                )
+            if self.name in other.adapters:
+                raise SettingsError(f"name: {self.name} is the name of an adapter of model {other.name}")
 
     async def unload(self) -> bool:
         built = await self._slot.unload()

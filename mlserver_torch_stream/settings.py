@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
-from mlserver_torch_stream.engine_settings import EngineSettings
+from mlserver_torch_stream.engine_settings import READ_HERE_TOO, EngineSettings
 from mlserver_torch_stream.errors import SettingsError
 from mlserver_torch_stream.model_source import ModelSource, find_path, resolve_source
 
@@ -92,6 +92,7 @@ def parse_settings(
         origins["model"] = _uri_origin(uri, in_file, environ)
     if values.get("cache_dir") is None:
         values["cache_dir"], origins["cache_dir"] = _default_cache(environ)
+    _take_from_vllm(values)
     _read_files(values, source_folder)
     settings = _validate(values)
     assert settings.model is not None
@@ -129,9 +130,22 @@ def _validate(values: Mapping[str, Any]) -> EngineSettings:
         return EngineSettings(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0])
+        key = str(first["loc"][0]) if first["loc"] else "vllm"  # the check of the whole is about vLLM's arguments
         message = first["msg"].removeprefix("Value error, ")
         raise SettingsError(f"parameters.extra.{key}: {message}, got {values.get(key)!r}") from None
+
+
+def _take_from_vllm(values: dict[str, Any]) -> None:
+    """Moves the engine arguments that the server itself needs from ``vllm`` to the settings of the same name, in place.
+
+    An argument that differs from the setting stays, and is refused later.
+    """
+    vllm = values.get("vllm")
+    if isinstance(vllm, dict):
+        values["vllm"] = vllm = dict(vllm)
+        for name in READ_HERE_TOO:
+            if name in vllm and values.get(name) in (None, vllm[name]):
+                values[name] = vllm.pop(name)
 
 
 def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
@@ -148,7 +162,9 @@ def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
     modules = values.get("lora_modules")
     if isinstance(modules, dict):
         found = {name: find_path(path, source_folder) for name, path in modules.items() if isinstance(path, str)}
-        values["lora_modules"] = {name: str(found.get(name) or path) for name, path in modules.items()}
+        values["lora_modules"] = {
+            name: str(found.get(name) or str(path).removeprefix("hf://")) for name, path in modules.items()
+        }
     python = values.get("vllm_python")
     if isinstance(python, str):  # a link is not resolved: Python finds its virtual environment by the link's folder
         candidates = [Path(python).expanduser().absolute()]

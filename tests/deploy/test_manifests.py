@@ -367,8 +367,10 @@ def test_the_runtime_for_two_nodes_is_one_ray_cluster_with_a_rank_for_each_gpu()
     assert settings["vllm"]["distributed_executor_backend"] == "ray"
     start, server = head["args"][0].split(" && ")
     ray = str(Path(manifests.environment(head)["MLSERVER_TORCH_STREAM_VLLM_PYTHON"]).with_name("ray"))
-    assert (head["command"], server) == (["/bin/sh", "-c"], "exec mlserver start /etc/mlserver")
     words = shlex.split(start)
+    joined = f'RAY_ADDRESS="{words[words.index("--node-ip-address") + 1]}:{words[words.index("--port") + 1]}"'
+    assert (head["command"], server) == (["/bin/sh", "-c"], f"exec env {joined} mlserver start /etc/mlserver")
+    assert [each["name"] for each in spec["supportedModelFormats"]] == ["huggingface"]
     assert words[:2] == follower["command"][:2] == [ray, "start"]
     port = words[words.index("--port") + 1]
     assert follower["command"][follower["command"].index("--address") + 1] == f"$(HEAD_SVC):{port}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.loading.locate import locate
@@ -21,7 +20,7 @@ from mlserver_torch_stream.engine.vllm.vllm_process import WorkerCommand, cores_
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.tiny_models import byte_tokenizer, tiny_model
 
-PYTHON, MODEL = "VLLM_PYTHON", "VLLM_MODEL"
+PYTHON, MODEL, PEFT = "VLLM_PYTHON", "VLLM_MODEL", "PEFT_FOLDER"
 UNLIKELY_S = 1200.0  # vLLM takes minutes to start
 # One thread: OpenMP's threads wait for each other, and beside other programs a step of several takes ten times longer.
 SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB", "dtype": "float32", "threads": 1}
@@ -29,6 +28,7 @@ NEEDS_VLLM = [
     pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get(PYTHON), reason=f"{PYTHON} does not name an interpreter with vLLM"),
 ]
+NEEDS_PEFT = pytest.mark.skipif(not os.environ.get(PEFT), reason=f"{PEFT} does not name a folder with PEFT")
 # vLLM's attention for CPUs needs heads of 32.
 _WIDE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -36,8 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _WIDE,
     "gpt2": {"n_embd": 128, "hidden_size": 128, "n_head": 4},
 }
-ADAPTER_RANK, _ADAPTER_ALPHA = 8, 16
-_ALONE = Path(__file__).with_name("vllm_alone.py")
+ADAPTER_RANK = 8
+_ALONE, _PEFT_ALONE = (Path(__file__).with_name(f"{name}_alone.py") for name in ("vllm", "peft"))
 _EMBEDDED = "embedded://smollm2-135m-instruct"
 
 
@@ -76,29 +76,17 @@ def vllm_alone(model: Path, prompts: list[list[int]], count: int, place: Path) -
     return found
 
 
-def write_adapter(folder: Path, model: Any, seed: int) -> None:
-    """Writes a random LoRA adapter of the query and value projections, and merges it into the model as PEFT does."""
-    folder.mkdir()
-    config = {
-        "peft_type": "LORA",
-        "r": ADAPTER_RANK,
-        "lora_alpha": _ADAPTER_ALPHA,
-        "target_modules": ["q_proj", "v_proj"],
-    }
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
-    torch.manual_seed(seed)
-    tensors = {}
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "v_proj")):
-            down, up = (
-                torch.randn(ADAPTER_RANK, module.in_features) / 4,
-                torch.randn(module.out_features, ADAPTER_RANK) / 4,
-            )
-            tensors[f"base_model.model.{name}.lora_A.weight"] = down
-            tensors[f"base_model.model.{name}.lora_B.weight"] = up
-            with torch.no_grad():
-                module.weight += up @ down * (_ADAPTER_ALPHA / ADAPTER_RANK)
-    save_file(tensors, folder / "adapter_model.safetensors")
+def peft_alone(model: Path, names: list[str], prompt: list[int], count: int, place: Path) -> dict[str, list[int]]:
+    """Writes random adapters into ``place``, each into the folder of its name, and returns PEFT's greedy answers by
+    name; the base's name is empty.
+    """
+    job, answers = place / "peft.json", place / "peft-answers.json"
+    asked = {"model": str(model), "folder": str(place), "names": names, "rank": ADAPTER_RANK}
+    job.write_text(json.dumps({**asked, "prompt": prompt, "count": count}))
+    program = [sys.executable, "-I", _PEFT_ALONE, os.environ[PEFT], job, answers]  # -I: as above
+    subprocess.run(program, check=True, timeout=UNLIKELY_S)
+    found: dict[str, list[int]] = json.loads(answers.read_text())
+    return found
 
 
 def descendants(pid: int) -> set[int]:

@@ -50,7 +50,7 @@ from mlserver_torch_stream.types import (
 )
 from mlserver_torch_stream.work_threads import Cancellation, in_thread
 from tests.engine.tiny import collect, run, until
-from tests.engine.wire_worker import CONTEXT, VOCAB, answer, interpreter
+from tests.engine.wire_worker import CONTEXT, VOCAB, answer, interpreter, score
 
 PROMPT = (40, 41, 42)
 
@@ -266,11 +266,45 @@ def test_what_vllm_lacks_is_refused_by_name(start: Start) -> None:
     for params, field in ((greedy(1, typical_p=0.5), "typical_p"), (greedy(1, temperature=2.5), "temperature")):
         with pytest.raises(InvalidInput, match=rf"{field}: .*vLLM"):
             generated(built, params)
-    for params in (greedy(1, prompt_logprobs=1), greedy(0)):
-        with pytest.raises(InvalidInput, match=r"is not implemented for .*vLLM"):
-            generated(built, params)
     with pytest.raises(InvalidInput, match=r"n: 9 sequences are more than the 8 allowed"):
         generated(built, greedy(1, n=9))
+
+
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("count", [0, 3])
+def test_the_scores_of_a_prompt_come_from_the_worker(top: int, count: int, start: Start, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    built = start(record=str(record))
+    for prompt in (PROMPT, PROMPT[:1]):
+        events = generated(built, greedy(count, prompt_logprobs=top, n=2), prompt)
+        assert sorted(events) == [0, 1]
+        for event in events.values():
+            first, *others = event.prompt_logprobs
+            assert (first.token_id, first.logprob, first.top) == (prompt[0], None, ())
+            assert [(each.token_id, each.logprob) for each in others] == [(each, score(each)) for each in prompt[1:]]
+            assert all(
+                each.top == ((each.token_id, each.logprob), (each.token_id - 1, each.logprob - 1))[:top]
+                for each in others
+            )
+            assert list(event.token_ids) == answer(list(prompt), count)
+            assert event.finish_reason is FinishReason.LENGTH
+            assert event.usage is not None and event.usage.num_output_tokens == count
+    params = json.loads(record.read_text().splitlines()[0])["params"]
+    assert (params["max_tokens"], params["prompt_logprobs"]) == (max(count, 1), max(top, 1))
+
+
+def test_a_request_for_no_token_gets_none_even_if_the_worker_ends_it_otherwise(start: Start) -> None:
+    first = answer(list(PROMPT), 1)
+    event = generated(start(), SamplingParameters(max_tokens=0, stop_token_ids=tuple(first), ignore_eos=True))[0]
+    assert (event.token_ids, event.text, event.finish_reason, event.stop_reason) == ((), "", FinishReason.LENGTH, None)
+
+
+def test_scores_that_do_not_fit_the_prompt_end_only_their_request(start: Start) -> None:
+    built = start(scores=[[-1.0, []]])
+    event = generated(built, greedy(3, prompt_logprobs=0))[0]
+    assert event.finish_reason is FinishReason.ERROR
+    assert "vLLM has sent 1 scores for a prompt of 3 tokens" in str(event.error)
+    assert list(generated(built, greedy(2))[0].token_ids) == answer(list(PROMPT), 2)
 
 
 def test_a_closed_stream_ends_its_sequence_in_the_worker(start: Start) -> None:
@@ -486,7 +520,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_ta
         {"garbage": "00000004000000007b7d7d7d"},  # not JSON
         {"garbage": "00000008000000007b2274223a20317d"},  # a message of kind 1
         {"garbage": "0000001a000000007b2274223a22616e737765726564222c2263616c6c223a7b7d7d"},  # an answer to a call {}
-        {"garbage": encode_frame({"t": "hello", "protocol": 1}).hex()},
+        {"garbage": encode_frame({"t": "hello", "protocol": 2}).hex()},
         {"garbage": encode_frame({"t": "ready", "vocab_size": 400}).hex()},
         {"garbage": encode_frame({"t": "refused", "why": "too late"}).hex()},
         {"row": [1, ["x"], None, None, None, None, None]},
@@ -543,9 +577,9 @@ def test_a_row_of_a_sequence_that_is_not_there_is_left_alone(start: Start) -> No
 @pytest.mark.parametrize(
     ("hello", "why"),
     [
-        ({"t": "hello", "protocol": 2}, "a worker of protocol 2, not 1"),
-        ({"t": "hello"}, "a worker of protocol None, not 1"),
-        ({"t": "ready"}, "a worker of protocol None, not 1"),
+        ({"t": "hello", "protocol": 1}, "a worker of protocol 1, not 2"),
+        ({"t": "hello"}, "a worker of protocol None, not 2"),
+        ({"t": "ready"}, "a worker of protocol None, not 2"),
         ({"t": "hello", "protocol": "1\n" * 10_000}, "a worker of protocol '1"),
     ],
     ids=["another", "none", "no hello", "a text"],
@@ -821,6 +855,10 @@ def test_adapters_need_vllm_with_adapters(tiny_model: Path) -> None:
         ({"weights": "int8"}, "weights has no meaning to vLLM"),
         ({"vllm": {"model": "x"}}, "parameters.uri names the model"),
         ({"vllm": {"load_format": "pt"}}, "load_format 'pt' reads pickles"),
+        ({"vllm": {"load_format": "AUTO"}}, "load_format 'AUTO' reads pickles"),
+        ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 32}, "max_num_seqs is 4, but .*max_num_seqs is 32"),
+        ({"vllm": {"trust_remote_code": True}, "trust_remote_code": False}, "trust_remote_code is True, but .* False"),
+        ({"vllm": {"revision": "a"}, "revision": "b"}, "revision is 'a', but .*revision is 'b'"),
         ({"vllm": {"max_num_seqs": 4}, "max_num_seqs": 5}, "max_num_seqs is 4, but parameters.extra.max_num_seqs is 5"),
     ],
     ids=str,
@@ -848,6 +886,24 @@ def test_settings_of_ours_become_engine_arguments(tiny_model: Path) -> None:
         "model": "folder",
         "structured_outputs_config": {"backend": "guidance"},
     }
+
+
+def test_arguments_that_the_server_needs_too_become_settings(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "words").mkdir()
+    vllm = {"revision": "v1", "trust_remote_code": True, "tokenizer": "words", "dtype": "half"}
+    settings = parse_settings(str(tiny_model), {"vllm": vllm, "revision": "v1"}, source_folder=str(tmp_path)).settings
+    words = str(tmp_path / "words")
+    assert (settings.revision, settings.trust_remote_code, settings.tokenizer) == ("v1", True, words)
+    args = vllm_engine.engine_args(settings, "folder")
+    assert (args["revision"], args["trust_remote_code"], args["tokenizer"]) == ("v1", True, words)
+    assert args["dtype"] == "half"
+    assert vllm.keys() == {"revision", "trust_remote_code", "tokenizer", "dtype"}  # the caller's own object
+
+
+def test_adapters_may_be_hub_ids_with_their_scheme(tiny_model: Path) -> None:
+    modules = {"a": "hf://org/name", "b": "org/name"}
+    settings = parse_settings(str(tiny_model), {"vllm": {"enable_lora": True}, "lora_modules": modules}).settings
+    assert settings.lora_modules == {"a": "org/name", "b": "org/name"}
 
 
 def test_cores_are_divided_among_the_ranks() -> None:

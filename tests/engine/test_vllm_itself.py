@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine
@@ -31,7 +30,17 @@ from mlserver_torch_stream.types import (
     SamplingParameters,
     TokenEvent,
 )
-from tests.engine.real_vllm import NEEDS_VLLM, UNLIKELY_S, build, descendants, named, save_tiny, smollm2, write_adapter
+from tests.engine.real_vllm import (
+    NEEDS_PEFT,
+    NEEDS_VLLM,
+    UNLIKELY_S,
+    build,
+    descendants,
+    named,
+    peft_alone,
+    save_tiny,
+    smollm2,
+)
 from tests.engine.tiny import collect, run, until
 
 _QUESTION = ChatPrompt(({"role": "user", "content": "What is the capital of France?"},))
@@ -159,14 +168,16 @@ def test_a_prompt_that_was_there_before_is_found_in_the_cache(built: BuiltEngine
         assert (event.usage.num_cached_tokens > 100) is expected
 
 
+@NEEDS_PEFT
 def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, tmp_path: Path) -> None:
-    write_adapter(tmp_path / "loud", AutoModelForCausalLM.from_pretrained(smollm2()), seed=0)
+    prompt = (40, 41, 42)
+    expected = peft_alone(smollm2(), ["loud"], list(prompt), 8, tmp_path)
     adapters = built.adapters
     assert adapters is not None
 
     async def ask(name: str | None) -> tuple[int, ...]:
         params = SamplingParameters(max_tokens=8, ignore_eos=True)
-        event = (await collect(built.engine, [EngineRequest((40, 41, 42), params, adapter=name)]))[0]  # type: ignore[arg-type]
+        event = (await collect(built.engine, [EngineRequest(prompt, params, adapter=name)]))[0]  # type: ignore[arg-type]
         assert event.error is None, event.error
         return event.token_ids
 
@@ -174,8 +185,9 @@ def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, t
         with pytest.raises(InvalidInput, match="lora_path"):
             await adapters.load("wrong", str(tmp_path / "nowhere"))
         await adapters.load("loud", str(tmp_path / "loud"))
-        assert await ask("loud") != await ask(None)
+        assert list(await ask("loud")) == expected["loud"] != expected[""]
         await adapters.unload("loud")
+        assert list(await ask(None)) == expected[""]
 
     run(change(), UNLIKELY_S)
 

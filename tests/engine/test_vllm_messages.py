@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.vllm.messages import STATS, Logprobs, Output, Ready, decode_outputs, encode_outputs
+from mlserver_torch_stream.engine.vllm.messages import (
+    STATS,
+    Logprobs,
+    Output,
+    Ready,
+    decode_outputs,
+    decode_scores,
+    encode_outputs,
+    encode_scores,
+)
 from mlserver_torch_stream.handlers.frames import BrokenFrame
 
 _ROW: list[Any] = [1, [5, 6], "stop", 3, None, None, None]
@@ -29,9 +38,11 @@ def test_outputs_go_through_the_wire_as_they_were() -> None:
     found, stats = decode_outputs(json.loads(frame[8:]))
     assert stats is None
     assert [list(vars(each).values()) for each in found] == [
-        [1, [5, 2**32 - 1], "length", 3, outputs[0].logprobs, None, None],
-        [2, [], "error", None, None, "too long", "max_tokens"],
+        [1, [5, 2**32 - 1], "length", 3, outputs[0].logprobs, None, None, None],
+        [2, [], "error", None, None, "too long", "max_tokens", None],
     ]
+    scores = [Logprobs(-0.5, []), Logprobs(-math.inf, [(5, -0.25)])]
+    assert decode_scores(json.loads(encode_scores(3, scores)[8:])) == Output(3, scores=scores)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,21 @@ def test_outputs_with_a_wrong_value_are_a_broken_message(header: dict[str, Any])
     with pytest.raises(BrokenFrame, match="a malformed 'outputs' message: ") as broken:
         decode_outputs(header)
     assert "\n" not in str(broken.value) and len(str(broken.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"number": 1},
+        {"number": -1, "of": []},
+        *({"number": 1, "of": rows} for rows in (None, 5, [5], [[-1.0]], [[None, []]], [[-1.0, [[2**32, -1.0]]]])),
+    ],
+    ids=str,
+)
+def test_scores_with_a_wrong_value_are_a_broken_message(header: dict[str, Any]) -> None:
+    with pytest.raises(BrokenFrame, match="a malformed 'scores' message: "):
+        decode_scores(header)
 
 
 @pytest.mark.parametrize(("sent", "shown"), [(1e308, 1.0), (-0.1, 0.0), (0.5, 0.5)])

@@ -17,16 +17,17 @@ from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.real_vllm import (
     ADAPTER_RANK,
     FAMILIES,
+    NEEDS_PEFT,
     NEEDS_VLLM,
     UNLIKELY_S,
     build,
+    peft_alone,
     save_tiny,
     smollm2,
     vllm_alone,
-    write_adapter,
 )
 from tests.engine.tiny import collect, run
-from tests.engine.tiny_models import prompt_of, reference, tiny_model
+from tests.engine.tiny_models import prompt_of
 
 pytestmark = NEEDS_VLLM
 _PROMPTS = [list(prompt_of(5 + 3 * number, number)) for number in range(20)]
@@ -85,15 +86,11 @@ def test_two_ranks_give_the_tokens_of_one_and_have_the_defaults_of_vllm_serve(
     assert _one_by_one(built, _PROMPTS[:5]) == alone("llama")[:5]
 
 
-def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_merged_weights(
+@NEEDS_PEFT
+def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_peft(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """PEFT's result is the same as adding B · A · alpha / r to the weights."""
-    expected = {None: reference(tiny_model("llama", **FAMILIES["llama"]), _PROMPTS[0], 16)}
-    for seed, name in enumerate("ab"):
-        model = tiny_model("llama", **FAMILIES["llama"])
-        write_adapter(tmp_path / name, model, seed)
-        expected[name] = reference(model, _PROMPTS[0], 16)
+    expected = peft_alone(models("llama"), ["a", "b"], _PROMPTS[0], 16, tmp_path)
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
     folders = {name: str(tmp_path / name) for name in "ab"}
     built = build(models("llama"), {"lora_modules": folders}, enable_lora=True, max_lora_rank=ADAPTER_RANK, max_loras=2)
@@ -101,7 +98,7 @@ def test_adapters_and_the_base_in_one_batch_give_the_tokens_of_merged_weights(
     async def together() -> list[list[int]]:
         with pytest.raises(InvalidInput, match="at most 2 adapters can be loaded on CPUs"):
             await built.adapters.load("c", folders["a"])  # type: ignore[union-attr]
-        return list(await asyncio.gather(*(_tokens(built, _PROMPTS[0], 16, name) for name in expected)))
+        return list(await asyncio.gather(*(_tokens(built, _PROMPTS[0], 16, name or None) for name in expected)))
 
     try:
         assert run(together(), UNLIKELY_S) == list(expected.values())

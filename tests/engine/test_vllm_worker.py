@@ -77,12 +77,12 @@ def _raw(header: bytes, body: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (encode_frame({"t": "start", "protocol": PROTOCOL + 1}), "the server uses protocol 2, not 1"),
+        (encode_frame({"t": "start", "protocol": PROTOCOL + 1}), "the server uses protocol 3, not 2"),
         (encode_frame({"t": "start", "protocol": PROTOCOL}), "a malformed 'start' message: KeyError: 'adapters'"),
         (encode_frame({"t": "start", "protocol": PROTOCOL, "adapters": [1]}), "a malformed 'start' message: TypeError"),
         (encode_frame({**_FIRST, "cpu_kv_cache_bytes": math.inf}), "a malformed 'start' message: OverflowError"),
         (encode_frame({**_FIRST, "protocol": "1\n" * 10_000}), r"the server uses protocol '1\n1\n"),
-        (encode_frame({"t": "add"}), "the server uses protocol None, not 1"),
+        (encode_frame({"t": "add"}), "the server uses protocol None, not 2"),
         (struct.pack("!II", MAX_MESSAGE + 1, 0), f"a message of {MAX_MESSAGE + 1} bytes is too large"),
     ],
     ids=[

@@ -53,6 +53,11 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+def score(token: int) -> float:
+    """Returns the log-probability of a token of a prompt."""
+    return -token / 8
+
+
 class _Sequence:
     def __init__(self, number: int, params: dict[str, Any], prompt: list[int]) -> None:
         self.number = number
@@ -144,6 +149,12 @@ class _Worker:
             self.seen.update(tuple(sequence.tokens[: 16 * end]) for end in range(1, blocks + 1))
             self.hits += sequence.cached
             self.computed += sequence.prompt - sequence.cached
+            if (top := sequence.params.get("prompt_logprobs")) is not None:
+                rows = [
+                    [score(token), [[token - rank, score(token) - rank] for rank in range(top)]]
+                    for token in sequence.tokens[1:]
+                ]
+                self._send({"t": "scores", "number": sequence.number, "of": self.args.get("scores", rows)})
             self.running.append(sequence)
         if not self.running:
             return
@@ -192,7 +203,7 @@ class _Worker:
 def main(descriptor: int, folder: str) -> None:
     connection = socket.socket(fileno=descriptor)
     worker = _Worker(connection, {}, folder)
-    worker._send(json.loads(os.environ.get("WIRE_HELLO", '{"t": "hello", "protocol": 1, "vllm": "0.32.0"}')))
+    worker._send(json.loads(os.environ.get("WIRE_HELLO", '{"t": "hello", "protocol": 2, "vllm": "0.32.0"}')))
     order = None
     while order is None:
         data = connection.recv(1 << 16)

@@ -77,6 +77,17 @@ def test_every_spelling_gives_the_same_tokens(doors: Server) -> None:
     assert v2.grpc_reply(reply).text == text
 
 
+def test_prompts_are_scored_on_v1_and_in_v2(doors: Server) -> None:
+    asked = openai.prompt("Hello", echo=True, logprobs=1, max_tokens=0)
+    choice = openai.whole(doors, openai.TEXT, asked)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+    first, *others = choice["logprobs"]["token_logprobs"]
+    assert first is None and others and all(each < 0 for each in others)
+    body = v2.rest_body("Hello", prompt_logprobs=0, max_tokens=1)
+    outputs = v2.rest_unary(doors.url, "/v2/models/tiny/infer", body).outputs
+    assert [each["logprob"] for each in json.loads(outputs["prompt_logprobs"][0])] == [None, *others]
+
+
 def test_an_adapter_is_a_model_on_v1_and_a_parameter_in_v2(doors: Server, folder: Path) -> None:
     chat = openai.whole(doors, openai.CHAT, {**openai.talk(max_tokens=2), "model": "early"})
     assert chat["model"] == "early"
@@ -89,6 +100,8 @@ def test_an_adapter_is_a_model_on_v1_and_a_parameter_in_v2(doors: Server, folder
     refused = plain_http.post(flat, json=asked, timeout=v2.TIMEOUT_S)
     assert refused.status_code == 422
     assert "lora_name: no such adapter is loaded: 'earli'; did you mean 'early'?" in refused.text
+    both = openai.post(doors, openai.CHAT, {**openai.talk(), "model": "early", "lora_name": "early"})
+    assert (both.status_code, openai.refused(both)["param"]) == (400, "lora_name")
     unknown = openai.post(doors, openai.CHAT, {**openai.talk(), "model": "earli"})
     assert (unknown.status_code, openai.refused(unknown)["code"]) == (404, "model_not_found")
 
@@ -149,14 +162,25 @@ def test_a_path_that_is_no_folder_below_the_root_is_refused(path: str, tmp_path:
         place_of(str(tmp_path / "root"), path)
 
 
-def test_an_adapter_with_the_name_of_its_model_fails_the_load(doors: Server, folder: Path, tiny_model: Path) -> None:
-    extra = {"vllm": {"enable_lora": True}, "lora_modules": {"twin": str(folder)}}
-    place = folder / "models" / "twin"
+@pytest.mark.parametrize(
+    ("name", "adapter", "message"),
+    [
+        ("twin", "twin", "parameters.extra.lora_modules: twin is the name of the model itself"),
+        ("second", "tiny", "parameters.extra.lora_modules: tiny is the name of model tiny or of its adapter"),
+        ("third", "early", "parameters.extra.lora_modules: early is the name of model tiny or of its adapter"),
+        ("early", "free", "name: early is the name of an adapter of model tiny"),
+    ],
+)
+def test_a_name_for_two_models_or_adapters_fails_the_load(
+    name: str, adapter: str, message: str, doors: Server, folder: Path, tiny_model: Path
+) -> None:
+    extra = {"vllm": {"enable_lora": True}, "lora_modules": {adapter: str(folder)}}
+    place = folder / "models" / name
     place.mkdir()
-    (place / "model-settings.json").write_text(json.dumps(Model("twin", str(tiny_model), extra=extra).settings()))
-    loaded = plain_http.post(f"{doors.url}/v2/repository/models/twin/load", json={}, timeout=v2.TIMEOUT_S)
+    (place / "model-settings.json").write_text(json.dumps(Model(name, str(tiny_model), extra=extra).settings()))
+    loaded = plain_http.post(f"{doors.url}/v2/repository/models/{name}/load", json={}, timeout=v2.TIMEOUT_S)
     assert loaded.status_code == 500
-    assert "parameters.extra.lora_modules: twin is the name of the model itself" in loaded.text
+    assert message in loaded.text
 
 
 def test_vllms_metrics_are_the_workers_own_numbers(doors: Server) -> None:

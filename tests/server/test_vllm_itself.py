@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mlserver_torch_stream.handlers.worker.subreaper import shared_memory
 from tests import plain_http
-from tests.engine.real_vllm import NEEDS_VLLM, PYTHON, SMALL, UNLIKELY_S, descendants, save_tiny
+from tests.engine.real_vllm import NEEDS_VLLM, UNLIKELY_S, descendants, save_tiny
 from tests.server import openai
-from tests.server.conftest import QUIET
-from tests.server.harness import Model, Server, get_ready, serve
+from tests.server.harness import Server
+from tests.server.vllm_server import vllm_server
 
 pytestmark = NEEDS_VLLM
 _LEFT_S = 120.0
@@ -31,25 +28,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("v")
 
 
-@contextmanager
-def _served(folder: Path) -> Iterator[Server]:
-    model = save_tiny("llama", folder / "weights")
-    extra = {**SMALL, "vllm": {"enforce_eager": True, "max_num_seqs": 8}, "vllm_python": os.environ[PYTHON]}
-    environment = {"TMPDIR": str(folder), "MLSERVER_TORCH_STREAM_DRAIN_GRACE": str(UNLIKELY_S)}
-    models = [Model("tiny", str(model), extra=extra)]
-    with serve(folder / "models", models, settings=QUIET, environment=environment, ready=False) as server:
-        end = time.monotonic() + UNLIKELY_S
-        while not _ready(server):
-            assert server.process.poll() is None and time.monotonic() < end, server.log
-            time.sleep(0.5)
-        yield server
-
-
-def _ready(server: Server) -> bool:
-    try:
-        return get_ready(server, "models/tiny").status_code == 200
-    except httpx.TransportError:  # not listening yet
-        return False
+def _served(folder: Path) -> AbstractContextManager[Server]:
+    return vllm_server(folder, save_tiny("llama", folder / "weights"))
 
 
 def _files_of_vllm(server: Server, folder: Path) -> set[Path]:

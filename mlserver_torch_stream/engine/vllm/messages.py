@@ -5,8 +5,9 @@ same. Each side sends its protocol version in its first message. Nothing is unpi
 raises ``BrokenFrame``.
 
 The server sends ``start``, ``add``, ``abort``, ``load_adapter`` and ``unload_adapter``. The worker sends ``hello``,
-then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. If the worker
-ends because vLLM has died, it sends ``died``.
+then ``ready`` or ``refused``, then ``outputs`` once per wake-up and ``answered`` for each adapter call. If a prompt is
+scored, it sends ``scores`` before the first token of each of its sequences. If the worker ends because vLLM has died,
+it sends ``died``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from mlserver_torch_stream.handlers.frames import BrokenFrame, encode_frame
 from mlserver_torch_stream.log_text import log_text
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE = 1 << 26  # bytes of the header and of the body of one message: 16 million ids
 VERSIONS = ("0.30", "0.31", "0.32")  # the versions of vLLM that the worker can host
 PYTHONS = ((3, 10), (3, 13))  # the oldest and the newest Python version that the worker runs on
@@ -102,7 +103,8 @@ class Output:
     """The new tokens of one sequence. If these are the sequence's last tokens, ``reason`` is one of ``REASONS``.
 
     ``cached`` is the number of tokens of the prompt that vLLM found in its prefix cache. ``error`` is the text for the
-    client if the reason is ``error``; ``field`` is the wrong parameter, if the error is about one.
+    client if the reason is ``error``; ``field`` is the wrong parameter, if the error is about one. ``scores`` has one
+    entry for each token of the prompt except the first; an output with scores has nothing else.
     """
 
     number: int
@@ -112,6 +114,7 @@ class Output:
     logprobs: Sequence[Logprobs] | None = None
     error: str | None = None
     field: str | None = None
+    scores: Sequence[Logprobs] | None = None
 
 
 @dataclass
@@ -143,6 +146,22 @@ def encode_outputs(outputs: Iterable[Output], stats: WorkerStats | None) -> byte
     return encode_frame({"t": "outputs", "of": rows, "stats": None if stats is None else vars(stats)})
 
 
+def encode_scores(number: int, scores: Sequence[Logprobs]) -> bytes:
+    """Returns the frame of a ``scores`` message.
+
+    The server's limit on the scores of a request keeps the frame below ``MAX_MESSAGE``.
+    """
+    return encode_frame({"t": "scores", "number": number, "of": scores})
+
+
+def decode_scores(header: Mapping[str, Any]) -> Output:
+    """Raises BrokenFrame if the message is malformed."""
+    try:
+        return Output(_count(header["number"]), scores=_logprobs(header["of"]))
+    except _WRONG as error:
+        raise malformed("scores", error) from None
+
+
 def decode_outputs(header: Mapping[str, Any]) -> tuple[list[Output], WorkerStats | None]:
     """Returns the outputs and the counters of an ``outputs`` message. Raises BrokenFrame if the message is
     malformed.
@@ -170,11 +189,15 @@ def _output(
     if reason is not None and reason not in REASONS:
         raise ValueError(f"unknown reason {reason!r}")
     if logprobs is not None:
-        logprobs = [Logprobs(_logprob(own), [(_id(at), _logprob(value)) for at, value in top]) for own, top in logprobs]
+        logprobs = _logprobs(logprobs)
         if len(logprobs) != len(ids):
             raise ValueError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
     found = None if cached is None else _count(cached)
     return Output(_count(number), ids, reason, found, logprobs, _text(error), _text(field))
+
+
+def _logprobs(rows: Any) -> list[Logprobs]:
+    return [Logprobs(_logprob(own), [(_id(at), _logprob(value)) for at, value in top]) for own, top in rows]
 
 
 def malformed(kind: str, error: Exception) -> BrokenFrame:

@@ -48,7 +48,7 @@ class SamplingWriter:
             ends.update(request.input.constraint.eos_ids)
         params: dict[str, Any] = {name: getattr(given, name) for name in _AS_THEY_ARE}
         params |= {
-            "max_tokens": request.max_tokens,
+            "max_tokens": max(request.max_tokens, 1),  # vLLM cannot generate no token
             "min_tokens": min(given.min_tokens, request.max_tokens),
             "ignore_eos": True,  # the end tokens are among these
             "stop_token_ids": sorted(token_id for token_id in ends if token_id in self._vocab),
@@ -57,6 +57,9 @@ class SamplingWriter:
             params["seed"] = given.seed
         if given.logprobs:
             params["logprobs"] = given.top_logprobs
+        if given.prompt_logprobs is not None:
+            # At least 1: with its ``kv_sharing_fast_prefill`` vLLM refuses 1, but with 0 its engine core would die.
+            params["prompt_logprobs"] = max(given.prompt_logprobs, 1)
         if given.logit_bias:
             params["logit_bias"] = {str(token_id): bias for token_id, bias in given.logit_bias.items()}
         return params

@@ -19,11 +19,12 @@ from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
 from mlserver_torch_stream.engine.failures import log_failure
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue
-from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice, check_unscored
+from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice
 from mlserver_torch_stream.engine.vllm.messages import (
     COUNTS,
     Adapter,
     Addition,
+    Logprobs,
     Output,
     Ready,
     WorkerStats,
@@ -122,7 +123,6 @@ class VllmBatcher(Batcher):
         return f"{sequences} sequences are more than the {self._ready.max_num_seqs} allowed"
 
     def check(self, request: EngineRequest) -> None:
-        check_unscored(request, "models that vLLM serves")
         self._writer.check(request)
 
     def end_step(self, error: BaseException) -> bool:
@@ -225,12 +225,16 @@ class VllmBatcher(Batcher):
         if sequence is None:
             return None
         request = self._requests[output.number]
+        if output.scores is not None:
+            _keep_scores(request, sequence, output.scores)
+            return sequence
         if output.cached is not None:
             request.cached_tokens = output.cached
-        for position, token_id in enumerate(output.token_ids):
+        if request.max_tokens == 0 and output.token_ids:  # vLLM has generated the one token that it must
+            sequence.finish(FinishReason.LENGTH)
+        for position, token_id in enumerate(output.token_ids if request.max_tokens else ()):
             entry = None if output.logprobs is None else output.logprobs[position]
-            logprob = None if entry is None else TokenLogprob(token_id, entry.logprob, tuple(map(tuple, entry.top)))
-            sequence.accept(token_id, logprob)
+            sequence.accept(token_id, None if entry is None else _token_logprob(token_id, entry, len(entry.top)))
             if sequence.ended:
                 break
         sequence.write()
@@ -336,6 +340,22 @@ def _pass_on(done: Future[None], answer: Future[None]) -> None:
         done.set_result(None)
     else:
         done.set_exception(error)
+
+
+def _token_logprob(token_id: int, entry: Logprobs, top: int) -> TokenLogprob:
+    return TokenLogprob(token_id, entry.logprob, tuple(map(tuple, entry.top[:top])))
+
+
+def _keep_scores(request: RequestState, sequence: SequenceState, scores: Sequence[Logprobs]) -> None:
+    """Keeps the scores of the request's prompt, which each of its sequences gets."""
+    first, *others = request.prompt
+    if len(scores) != len(others):
+        error = GenerationFailed(f"vLLM has sent {len(scores)} scores for a prompt of {len(request.prompt)} tokens")
+        sequence.finish(FinishReason.ERROR, error)
+    elif not request.scores:
+        top = request.params.prompt_logprobs or 0
+        scored = (_token_logprob(token_id, entry, top) for token_id, entry in zip(others, scores, strict=True))
+        request.scores = [TokenLogprob(first, None), *scored]
 
 
 def _end(output: Output) -> tuple[FinishReason, Exception | None]:

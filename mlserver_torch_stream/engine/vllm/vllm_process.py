@@ -31,6 +31,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     StartOrder,
     WorkerStats,
     decode_outputs,
+    decode_scores,
     in_line,
 )
 from mlserver_torch_stream.errors import LoadFailed
@@ -265,6 +266,8 @@ class VllmProcess:
                 self.ready.set_exception(_refusal(header))
             elif kind == "outputs":
                 self._received.append(Outputs(*decode_outputs(header)))
+            elif kind == "scores":
+                self._received.append(Outputs([decode_scores(header)], None))
             elif kind == "answered":
                 self._answer(header)
             elif kind == "died":

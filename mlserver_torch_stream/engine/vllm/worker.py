@@ -34,6 +34,7 @@ from mlserver_torch_stream.engine.vllm.messages import (
     StartOrder,
     WorkerStats,
     encode_outputs,
+    encode_scores,
     in_line,
     malformed,
 )
@@ -346,6 +347,9 @@ class Worker:
                 priority=addition.priority if self._by_priority else 0,
                 lora_request=None if addition.adapter is None else self._adapters[addition.adapter],
             ):
+                if output.prompt_logprobs:  # only the first output has them
+                    scored = addition.prompt[1:], output.prompt_logprobs[1:], addition.params["prompt_logprobs"]
+                    self._connection.sendall(encode_scores(number, _logprobs(*scored) or []))
                 part = output.outputs[0]
                 self._put(
                     Output(

@@ -145,6 +145,7 @@ class Member:
         self.name = name
         self.inflight = InflightRequests()
         self.engine: Drainable | None = None  # None until the load has ended
+        self.adapters: frozenset[str] = frozenset()  # the names of the adapters in the model's settings
         self.settled = OneTimeEvent()  # set when the load has ended, successfully or not
         self.retired = False  # True: no new request can reach the model
         self.cancellation = Cancellation()  # cancels the load
