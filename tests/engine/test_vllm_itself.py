@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -159,22 +160,23 @@ def test_a_prompt_that_was_there_before_is_found_in_the_cache(built: BuiltEngine
         assert (event.usage.num_cached_tokens > 100) is expected
 
 
+async def _tokens(built: BuiltEngine, adapter: str | None) -> tuple[int, ...]:
+    params = SamplingParameters(max_tokens=8, ignore_eos=True)
+    event = (await collect(built.engine, [EngineRequest((40, 41, 42), params, adapter=adapter)]))[0]  # type: ignore[arg-type]
+    assert event.error is None, event.error
+    return event.token_ids
+
+
 def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, tmp_path: Path) -> None:
     write_adapter(tmp_path / "loud", AutoModelForCausalLM.from_pretrained(smollm2()), seed=0)
     adapters = built.adapters
     assert adapters is not None
 
-    async def ask(name: str | None) -> tuple[int, ...]:
-        params = SamplingParameters(max_tokens=8, ignore_eos=True)
-        event = (await collect(built.engine, [EngineRequest((40, 41, 42), params, adapter=name)]))[0]  # type: ignore[arg-type]
-        assert event.error is None, event.error
-        return event.token_ids
-
     async def change() -> None:
         with pytest.raises(InvalidInput, match="lora_path"):
             await adapters.load("wrong", str(tmp_path / "nowhere"))
         await adapters.load("loud", str(tmp_path / "loud"))
-        assert await ask("loud") != await ask(None)
+        assert await _tokens(built, "loud") != await _tokens(built, None)
         await adapters.unload("loud")
 
     run(change(), UNLIKELY_S)
@@ -223,6 +225,27 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
 def test_a_death_is_told_to_each_of_16_streams_once_and_vllm_starts_again(built: BuiltEngine, name: str) -> None:
     for last in _strike(built, name, signal.SIGKILL, streams=16):
         assert [event.finish_reason for event in last] == [FinishReason.ERROR]
+
+
+def test_a_new_worker_has_the_adapters_of_the_old_one_whose_folders_are_still_there(
+    built: BuiltEngine, tmp_path: Path
+) -> None:
+    adapters = built.adapters
+    assert adapters is not None
+    for seed, name in enumerate(("kept", "gone")):
+        write_adapter(tmp_path / name, AutoModelForCausalLM.from_pretrained(smollm2()), seed)
+
+    async def load() -> tuple[int, ...]:
+        for name in ("gone", "kept"):
+            await adapters.load(name, str(tmp_path / name))
+        return await _tokens(built, "kept")
+
+    expected = run(load(), UNLIKELY_S)
+    shutil.rmtree(tmp_path / "gone")
+    _strike(built, "VLLM::EngineCore", signal.SIGKILL, streams=1)
+    assert adapters.names == {"kept"}
+    assert run(_tokens(built, "kept"), UNLIKELY_S) == expected
+    run(adapters.unload("kept"), UNLIKELY_S)
 
 
 def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tiny: BuiltEngine) -> None:
