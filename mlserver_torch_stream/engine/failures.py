@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from mlserver_torch_stream.errors import GenerationFailed, RequestError
+from mlserver_torch_stream.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}; the server's log has the details"
 
 
-def log_failure(what: str, error: Exception) -> RequestError:
+def log_failure(what: str, error: Exception) -> GenerationFailed:
     """Logs that ``what`` failed, drops the tracebacks, and returns the error for the client.
 
-    A ``RequestError``, such as a constraint can raise, is returned unchanged, because its text is written for the
+    A ``GenerationFailed``, such as a constraint can raise, is returned unchanged, because its text is written for the
     client.
     """
-    if isinstance(error, RequestError):
+    if isinstance(error, GenerationFailed):
         failure = error
     else:
         logger.error("%s failed", what, exc_info=error)

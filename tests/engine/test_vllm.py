@@ -27,7 +27,7 @@ from mlserver_torch_stream.engine.step import batcher
 from mlserver_torch_stream.engine.vllm import vllm_batcher, vllm_engine, vllm_process, worker
 from mlserver_torch_stream.engine.vllm.messages import MAX_MESSAGE, Adapter, Ready, StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import as_lark
-from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
+from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess, bound_cores
 from mlserver_torch_stream.errors import (
     InvalidInput,
     LoadFailed,
@@ -431,10 +431,10 @@ def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
     run(refused())
 
 
-def _subreaper(built: BuiltEngine) -> int:
+def process_of(built: BuiltEngine) -> VllmProcess:
     engine: Any = built.engine
-    pid: int = engine._batcher._process.process.pid
-    return pid
+    process: VllmProcess = engine._batcher._process
+    return process
 
 
 def test_an_engine_accepts_nothing_from_the_end_of_a_worker_until_the_next_one_is_ready(
@@ -443,13 +443,14 @@ def test_an_engine_accepts_nothing_from_the_end_of_a_worker_until_the_next_one_i
     """The subreaper is stopped, so that the end of the killed worker takes a while."""
     pids = tmp_path / "pids"
     built = start(descendants=str(pids), row=[1, [5], "for fun", None, None, None, None])
-    worker = int(pids.read_text().split()[0])
-    subreaper = _subreaper(built)
+    worker, process = pids.read_text().split()[0], process_of(built)
+    subreaper = process.process.pid
 
     async def end() -> None:
         os.kill(subreaper, signal.SIGSTOP)
         stream = built.engine.submit([EngineRequest(PROMPT, greedy(5))])
         await until(lambda: built.engine.trouble is not None, "the end of the worker")
+        assert process.lost is None, "it accepted requests until its streams had ended"
         with pytest.raises(NotServing):
             built.engine.submit([EngineRequest(PROMPT, greedy(1))])
         os.kill(subreaper, signal.SIGCONT)
@@ -457,7 +458,7 @@ def test_an_engine_accepts_nothing_from_the_end_of_a_worker_until_the_next_one_i
         while built.engine.trouble is not None:
             assert time.monotonic() < before + 60
             await asyncio.sleep(0)  # looks as often as it can
-        assert pids.read_text().split()[0] not in ("", str(worker))
+        assert pids.read_text().split()[0] not in ("", worker)
         (event,) = await last_events(stream)
         assert event.finish_reason is FinishReason.ERROR
 
@@ -472,7 +473,7 @@ def test_clients_need_not_wait_for_the_end_of_killed_processes_but_the_next_work
     built = start(descendants=str(pids), row=[1, [5], "for fun", None, None, None, None])
     first = pids.read_text()
     worker, descendant = map(int, first.split())
-    subreaper = _subreaper(built)
+    subreaper = process_of(built).process.pid
 
     async def end() -> None:
         os.kill(subreaper, signal.SIGSTOP)
@@ -494,7 +495,7 @@ def test_a_subreaper_that_hangs_is_killed_in_the_end(start: Start, monkeypatch: 
     monkeypatch.setattr(vllm_process, "_TELL_S", 0.1)
     monkeypatch.setattr(vllm_process, "_STOP_S", 0.5)
     built = start(row=[1, [5], "for fun", None, None, None, None])
-    subreaper = _subreaper(built)
+    subreaper = process_of(built).process.pid
     os.kill(subreaper, signal.SIGSTOP)
     assert generated(built, greedy(5))[0].finish_reason is FinishReason.ERROR
     run(until(lambda: built.engine.trouble is None, "the next worker"))

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.failures import VllmLost, log_failure
+from mlserver_torch_stream.engine.failures import VllmLost, drop_tracebacks, log_failure
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue
 from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice, check_unscored
@@ -305,7 +305,9 @@ class VllmBatcher(Batcher):
                 if len(frame) > MAX_MESSAGE:  # it would end the worker, and with it the answers of all other clients
                     raise InvalidInput("request", f"{len(frame)} bytes in a message to vLLM, at most {MAX_MESSAGE}")
             except Exception as error:
-                request.finish(FinishReason.ERROR, log_failure("a request to vLLM", error))
+                failure = error if isinstance(error, InvalidInput) else log_failure("a request to vLLM", error)
+                drop_tracebacks(error)
+                request.finish(FinishReason.ERROR, failure)
                 deliver(request.sequences)
                 continue
             for number, sequence in enumerate(request.sequences, self._last_number + 1):
