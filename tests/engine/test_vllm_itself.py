@@ -23,6 +23,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed
 from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.handlers.worker.subreaper import shared_memory
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
@@ -182,11 +183,10 @@ def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, t
     run(change(), UNLIKELY_S)
 
 
-def _processes(built: BuiltEngine) -> set[int]:
-    """Returns the pids of the worker's subreaper and of all processes below it."""
+def _subreaper(built: BuiltEngine) -> int:
     engine: Any = built.engine
-    subreaper: int = engine._batcher._process.process.pid
-    return {subreaper, *descendants(subreaper)}
+    pid: int = engine._batcher._process.process.pid
+    return pid
 
 
 async def _last_events(stream: Mailbox) -> list[TokenEvent]:
@@ -198,7 +198,9 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
 
     Waits until vLLM serves again, and checks that nothing of the old worker is left.
     """
-    old, shared = _processes(built), set(os.listdir("/dev/shm"))
+    subreaper = _subreaper(built)
+    old, shared = {subreaper, *descendants(subreaper)}, shared_memory(subreaper)
+    assert shared
 
     async def strike() -> list[list[TokenEvent]]:
         params = SamplingParameters(max_tokens=200, ignore_eos=True)
@@ -217,7 +219,7 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
 
     ends: list[list[TokenEvent]] = run(strike(), 2 * UNLIKELY_S)
     assert not old & descendants(os.getpid())
-    assert len(set(os.listdir("/dev/shm"))) <= len(shared)  # the segments of the new worker have other names
+    assert not set(shared) & set(os.listdir("/dev/shm"))  # the segments of the new worker have other names
     return ends
 
 
