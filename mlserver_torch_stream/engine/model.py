@@ -165,9 +165,8 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         if not weights:
             return None
         key = record_key(load.resolved, folder, weights, load.kernels)
-        # The folder's name ends with a digest of the file's content.
-        kept = PanelsFile(load.resolved.cache_dir / "panels", folder.name.rpartition("-")[2]) if files.packed else None
-        return _Recording(key, weights, kept)
+        panels, content = load.resolved.cache_dir / "panels", folder.name.rpartition("-")[2]
+        return _Recording(key, weights, PanelsFile(panels, content, key.weights) if files.packed else None)
     except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports the error
         logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
         return None

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tiny import tiny_model as make_tiny_model
 from tests.engine.tiny_gguf import write_tiny_gguf
+from tests.engine.tiny_models import tiny_model as make_tiny_model
 
 _LOAD = """
 import json, sys, threading

@@ -110,6 +110,9 @@ def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(
     moved = model.rename(tmp_path / "moved" / model.name)
     assert torch.equal(logits(loaded(moved, cache, weights="packed")[0]), expected)
     assert panels(cache) == kept and len(list(cache.glob("tiny-*.lock"))) == 1
+    os.utime(moved, (1, 1))
+    assert loaded(moved, cache, weights="packed")[1] == {"weights": 1}
+    assert len(panels(cache)) == 1 and panels(cache) != kept, "a file that was touched is packed again"
 
 
 @pytest.mark.slow

@@ -103,6 +103,11 @@ def become_a_link(path: Path) -> None:
     os.symlink(path.rename(path.with_suffix(".moved")), path)
 
 
+def let_a_group_write_to_the_folder(path: Path) -> None:
+    os.chown(path.parent, 0, 12345)
+    path.parent.chmod(0o775)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("harm", "reason"),
@@ -115,7 +120,7 @@ def become_a_link(path: Path) -> None:
         (lambda path: path.parent.chmod(0o777), "foreign"),
         (lambda path: path.parent.parent.chmod(0o777), "foreign"),
         pytest.param(
-            lambda path: (os.chown(path.parent, 0, 12345), path.parent.chmod(0o775)),
+            let_a_group_write_to_the_folder,
             "foreign",
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
         ),

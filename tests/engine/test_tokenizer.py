@@ -132,9 +132,14 @@ def test_the_vocabulary_reaches_to_the_highest_id_where_ids_have_holes() -> None
 
 
 def test_the_vocabulary_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, reads = byte_level(), []
+    tokenizer, reads = byte_level(), list[dict[str, int]]()
     read = tokenizer.get_vocab
-    monkeypatch.setattr(tokenizer, "get_vocab", lambda: reads.append(None) or read())
+
+    def get_vocab() -> dict[str, int]:
+        reads.append(read())
+        return reads[-1]
+
+    monkeypatch.setattr(tokenizer, "get_vocab", get_vocab)
     codec = TextCodec(tokenizer)
     codec.limit_prompts(100)
     assert codec.vocab_size == len(tokenizer) and len(reads) == 1

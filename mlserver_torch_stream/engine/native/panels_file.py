@@ -31,12 +31,14 @@ _NATIVE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class PanelsFile:
-    """The file in ``folder`` with the panels of the weights that ``weights`` names, such as a digest.
+    """The file in ``folder`` with the panels of a model's weights.
 
+    ``model`` and ``weights`` are digests without ``-``: of the model's content, and of its files with their times.
     ``folder`` has one file for each model at most, and none that no load has used for 30 days.
     """
 
     folder: Path
+    model: str
     weights: str
 
     def read(self, size: int, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
@@ -79,11 +81,11 @@ class PanelsFile:
 
     @property
     def _stem(self) -> str:
-        return f"{self.weights}-{_layout()}"
+        return f"{self.model}-{self.weights}-{_layout()}"
 
     def _forget_others(self, kept: Path) -> None:
         for path in self.folder.glob(f"*{PANELS_SUFFIX}"):
-            same_model = path.name.startswith(f"{self.weights}-") and path != kept
+            same_model = path.name.startswith(f"{self.model}-") and path != kept
             if same_model or path.stat().st_mtime < time.time() - _UNUSED_S:
                 path.unlink(missing_ok=True)
 
