@@ -145,10 +145,9 @@ $(VENV)/llama.cpp/CMakeLists.txt: | $(INSTALLED)
 	rm $(VENV)/llama.cpp/*.tar.gz
 	@touch $@
 
-$(LLAMA_CPP_BIN)/llama-server: | $(LLAMA_CPP)/CMakeLists.txt
+$(LLAMA_CPP)/build/bin/llama-server: | $(LLAMA_CPP)/CMakeLists.txt
 	@echo 'Building llama.cpp in $(LLAMA_CPP)/build; this takes some minutes'
-	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build $(LLAMA_CPP_OPTIONS) \
-		-DCMAKE_RUNTIME_OUTPUT_DIRECTORY='$(abspath $(LLAMA_CPP_BIN))' > $(LLAMA_CPP)/build.log
+	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build $(LLAMA_CPP_OPTIONS) > $(LLAMA_CPP)/build.log
 	cmake --build $(LLAMA_CPP)/build --target llama-quantize llama-server --parallel >> $(LLAMA_CPP)/build.log
 
 # The environments of the clients are kept, and so are the names of the tests that have passed, until all of them have.

@@ -30,7 +30,7 @@ _BASE = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LONG = {
     "rope_type": "longrope",
@@ -56,13 +56,13 @@ ORIGINALS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "llama, yarn": ("llama", {"rope_parameters": _YARN | {"beta_fast": 16.0, "beta_slow": 2.0}}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0}}),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2, yarn": ("qwen2", {"rope_parameters": _YARN | {"attention_factor": 1.3}}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
     "qwen2 with experts": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3 with experts": ("qwen3_moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
@@ -126,7 +126,7 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_original(name: str, **sizes: int) -> Any:
+def make_original(name: str, **sizes: Any) -> Any:
     """Returns a model whose weights Q8_0 stores exactly, and are large enough for every part to change the logits."""
     model_type, own = (ORIGINALS | BY_TRANSFORMERS)[name]
     torch.manual_seed(1)

@@ -24,7 +24,7 @@ from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.convert_hf import CONVERTER, IS_THERE, convert
-from tests.engine.gguf_originals import CONTEXT, ORIGINALS, make_original
+from tests.engine.gguf_originals import CONTEXT, ORIGINALS, YARN, make_original
 from tests.engine.page_book import PageBook
 from tests.engine.test_gguf_originals import PROMPT, WITHOUT_KERNELS
 from tests.engine.tiny_gguf import TOKENS
@@ -54,12 +54,14 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _model(name: str) -> Any:
     own = ORIGINALS[name][1]
-    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
     sizes |= {key: 64 for key in ("head_dim", "query_pre_attn_scalar") if key in own}
     if name == "phi3":
         sizes["sliding_window"] = CONTEXT  # llama.cpp does not support the family's windows
     if name == "phi3, long":
         sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8}  # of as many dimensions as there are factors
+    if name.endswith("yarn"):
+        sizes["rope_parameters"] = YARN  # llama.cpp does not read the keys of yarn's other parameters
     model = make_original(name, **sizes)
     with torch.no_grad():
         for weight in model.parameters():
