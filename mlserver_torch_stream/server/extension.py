@@ -43,6 +43,7 @@ from mlserver_torch_stream.server.rest import (
     openai_routes,
     predictions,
 )
+from mlserver_torch_stream.server.rest.direct_predictions import DirectPredictions
 from mlserver_torch_stream.server.server_settings import refuse_ignored_keys
 from mlserver_torch_stream.server.state import ServerState
 from mlserver_torch_stream.server.status import ModelNotLoaded
@@ -120,7 +121,7 @@ async def extend(host: ServerHost, state: ServerState) -> ServerOptions:
 async def _extend(host: ServerHost, state: ServerState, options: ServerOptions) -> None:
     ports.check(host, options)
     refuse_ignored_keys(Path(host.settings.model_repository_root))
-    connection.install(host, options)
+    connection.install(host, options, DirectPredictions(host, options))
     host.put_before_router(endpoints.pass_to_chosen)
     add_routes(host, state, options)
     shutdown.take_signals()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import Queue, current_process
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 import uvicorn
+from fastapi import FastAPI
 from grpc import aio
 from mlserver import MLModel, ModelSettings, Settings
 from mlserver.errors import MLServerError
@@ -37,10 +37,13 @@ from mlserver.rest.server import RESTServer
 from mlserver.server import MLServer
 from mlserver.types import InferenceRequest, InferenceResponse
 from prometheus_client import CollectorRegistry
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import BaseRoute, Router
-from starlette.types import ASGIApp, Send
+from starlette.types import ASGIApp, Scope, Send
 from starlette_exporter import PrometheusMiddleware
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 T = TypeVar("T")
 _WRAPPED = "_torch_stream_wrapped"
@@ -310,25 +313,10 @@ def source_of(settings: ModelSettings) -> str | None:
 # --- MLServer's metrics, workers and ports ---
 
 
-@contextmanager
-def measured(data_plane: DataPlane, name: str, version: str | None) -> Iterator[None]:
-    """Counts and times the ``with`` block in MLServer's request metrics."""
-    seconds, failures, successes = _request_metrics(data_plane, name, version)
-    began = time.perf_counter()
-    try:
-        yield
-        successes.inc()
-    except Exception:
-        failures.inc()
-        raise
-    finally:
-        seconds.observe(time.perf_counter() - began)
-
-
 @functools.lru_cache(maxsize=256)
-def _request_metrics(data_plane: DataPlane, name: str, version: str | None) -> tuple[Any, Any, Any]:
-    """Returns MLServer's metrics of a model. They are cached, because finding them by their labels takes as long as
-    counting.
+def request_metrics(data_plane: DataPlane, name: str, version: str | None) -> tuple[Any, Any, Any]:
+    """Returns MLServer's metrics of the requests to a model: their seconds, failures and successes. They are cached,
+    because finding them by their labels takes as long as counting.
     """
     labels = {"model": name, "version": version}
     metrics = data_plane._ModelInferRequestDuration, data_plane._ModelInferRequestFailure
@@ -453,6 +441,63 @@ def transport_of(send: Send) -> Any | None:
     return getattr(getattr(send, "__self__", None), "transport", None)
 
 
+def counting_layer(app: Any, ours: type) -> PrometheusMiddleware | None:
+    """Returns the layer of the REST app that counts requests, if no layer does anything else to a prediction; else
+    None.
+
+    ``app`` is the outermost layer, and ``ours`` is the class of the layer that this package adds.
+    """
+    counting = None
+    while not isinstance(app, ExceptionMiddleware):
+        if isinstance(app, PrometheusMiddleware):
+            counting = app
+        if type(app) is FastAPI:
+            app = app.middleware_stack
+        elif type(app) in (ProxyHeadersMiddleware, ServerErrorMiddleware, PrometheusMiddleware, ours):
+            app = app.app
+        else:
+            return None
+    return counting
+
+
+class ReceivedRequest:
+    """A request whose body is complete, and of which the app does not know yet. Either ``answer`` or ``pass_on`` is
+    called, once.
+    """
+
+    def __init__(self, protocol: Any, cycle: RequestResponseCycle) -> None:
+        self.protocol = protocol  # a subclass of ``HttpProtocol``
+        self.scope: Scope = cycle.scope  # type: ignore[assignment]
+        self._cycle = cycle
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self._cycle.body)
+
+    @property
+    def client_reads(self) -> bool:
+        """False if the client has disconnected, or has not read its previous answers."""
+        return not self._cycle.disconnected and not self.protocol.flow.write_paused
+
+    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """Sends a whole answer, in the bytes that uvicorn would write."""
+        cycle = self._cycle
+        head = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            head += (name, b": ", value, b"\r\n")
+        head.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+        cycle.response_started = cycle.response_complete = True
+        cycle.transport.writelines((b"".join(head), body))
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        cycle.on_response = lambda: None  # as uvicorn does, because it refers to the connection
+
+    def pass_on(self) -> None:
+        """Passes the request to the app."""
+        self.protocol.start(self._cycle)
+
+
 class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1 protocol with hooks for a subclass.
 
@@ -465,6 +510,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._earlier: list[RequestResponseCycle] = []  # pipelined requests before the newest
+        self._kept: RequestResponseCycle | None = None  # the request that the app gets once its body is complete
 
     def takes_head(self) -> bool:
         """Called when a request's head is complete. The request begins if the method returns True. Raises ValueError to
@@ -475,6 +521,19 @@ class HttpProtocol(HttpToolsProtocol):
     def takes_end(self) -> bool:
         """Called at the end of a request. If the method returns False, the request continues."""
         return True
+
+    def keeps(self, scope: Scope) -> bool:
+        """Called when a request begins. If the method returns True, ``received`` is called once the body is complete;
+        until then the app does not know of the request.
+        """
+        return False
+
+    def received(self, request: ReceivedRequest) -> None:
+        """Called with a request that was kept."""
+
+    def start(self, cycle: RequestResponseCycle) -> None:
+        """Lets the app answer a request."""
+        super()._start_asgi_task(cycle, self.app)
 
     def kept_alive(self) -> None:
         """Called when the connection is closed because no further request has arrived."""
@@ -498,6 +557,9 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+        if self._kept is not None:  # the app counts it
+            self.start(self._kept)
+            self._kept = None
 
     def on_headers_complete(self) -> None:
         if not self.takes_head():
@@ -507,9 +569,20 @@ class HttpProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _UntilClosed
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_plain = app is self.app and not self.access_log and self.limit_concurrency is None
+        if is_plain and cycle.more_body and self.keeps(cycle.scope):  # type: ignore[arg-type]
+            self._kept = cycle
+        else:
+            super()._start_asgi_task(cycle, app)
+
     def on_message_complete(self) -> None:
-        if self.takes_end():
-            super().on_message_complete()
+        if not self.takes_end():
+            return
+        super().on_message_complete()
+        cycle, self._kept = self._kept, None
+        if cycle is not None:
+            self.received(ReceivedRequest(self, cycle))
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(self.refusal or msg)

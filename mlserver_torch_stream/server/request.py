@@ -8,10 +8,13 @@ a prediction for TorchServe's paths and services.
 
 from __future__ import annotations
 
+import contextvars
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
@@ -26,7 +29,7 @@ from mlserver.types import InferenceRequest
 from mlserver_torch_stream.errors import GenerationFailed, InvalidInput, NotServing, RequestError, UnknownModel
 from mlserver_torch_stream.protocol.spelling import JsonObject, PostedBody, ReplyContext, Spelling
 from mlserver_torch_stream.protocol.spellings import RestRoute
-from mlserver_torch_stream.server.host import Hook, ServerHost, find_model, measured, registry_of, wrap
+from mlserver_torch_stream.server.host import Hook, ServerHost, find_model, registry_of, request_metrics, wrap
 from mlserver_torch_stream.server.lifecycle.lifecycle import InflightRequests, Lifecycle, ModelSlot
 from mlserver_torch_stream.server.observability.request_observer import (
     EndpointKind,
@@ -137,6 +140,15 @@ class PieceReply(Protocol):
 
         Raises RequestError.
         """
+
+    def when_arrived(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` once the first piece, an error or the end has arrived. The request must have begun."""
+
+    def arrived_whole(self) -> Piece | None:
+        """Returns the answer if it consists of one piece, which has arrived; else None."""
+
+    def answered(self) -> None:
+        """Ends the request after the client was sent what ``arrived_whole`` has returned."""
 
     async def whole(self) -> bytes:
         """Returns the joined bytes of all pieces. Raises RequestError."""
@@ -322,12 +334,12 @@ class Request(Generic[R]):
         self.model, self.version = model, version
         return model
 
-    def entered(self, host: ServerHost) -> AbstractAsyncContextManager[ServedModel]:
+    def entered(self, host: ServerHost, begun: EnteredModel | None = None) -> AbstractAsyncContextManager[ServedModel]:
         """Enters the model, so that MLServer measures the request during the ``with`` block. At its end the reply is
-        closed.
+        closed. ``begun`` is the model that was entered already.
         """
         assert self.model is not None
-        return _ClosedAtEnd(host.enter(self.model.name, self.version), self)
+        return _ClosedAtEnd(begun or host.enter(self.model.name, self.version), self)
 
     def following(self, request_id: str) -> Request[R]:
         """Makes the ``Request`` of a further message of the same stream."""
@@ -388,44 +400,64 @@ def install() -> None:
 def _entering(original: Callable[..., AbstractAsyncContextManager[MLModel]]) -> Callable[..., Any]:
     def enter(data_plane: DataPlane, name: str, version: str | None = None) -> AbstractAsyncContextManager[Any]:
         model = find_model(registry_of(data_plane), name, version)
-        return _Entered(data_plane, name, version, model) if is_ours(model) else original(data_plane, name, version)
+        return EnteredModel(data_plane, name, version, model) if is_ours(model) else original(data_plane, name, version)
 
     return enter
 
 
-class _Entered(AbstractAsyncContextManager[ServedModel]):
+class EnteredModel(AbstractAsyncContextManager[ServedModel]):
     """Yields a model, while MLServer measures the request and the request counts as in flight.
 
-    It is a class, because every request enters a model, and a class takes less time than an asynchronous generator.
+    It is a class, because every request enters a model, and a class takes less time than generators. It also replaces
+    MLServer's ``model_context``, which raises an error if another task closes the stream after a disconnect.
     """
 
     def __init__(self, data_plane: DataPlane, name: str, version: str | None, model: ServedModel) -> None:
         self._model = model
-        self._contexts = measured(data_plane, name, version), model.inflight.track(), _as_model(model.settings)
+        self._metrics = request_metrics(data_plane, name, version)
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Enters the model, in code that cannot await. ``async with`` continues from here."""
+        self._began = time.perf_counter()
+        self._model.inflight.began()
+
+    def end(self, kind: type[BaseException] | None = None) -> None:
+        """Leaves the model, after an exception of class ``kind``."""
+        self._model.inflight.ended()
+        seconds, failures, successes = self._metrics
+        if kind is None:
+            successes.inc()
+        elif issubclass(kind, Exception):
+            failures.inc()
+        seconds.observe(time.perf_counter() - self._began)
+
+    def run(self, call: Callable[[], object]) -> None:
+        """Calls a function so that MLServer's log names the model in its lines."""
+        _context_of(self._model.name, self._model.settings.version or "").run(call)
 
     async def __aenter__(self) -> ServedModel:
-        with ExitStack() as entered:
-            for context in self._contexts:
-                entered.enter_context(context)
-            self._entered = entered.pop_all()
+        settings = self._model.settings
+        self._names = model_name_var.set(settings.name), model_version_var.set(settings.version or "")
+        if not self._began:
+            self.begin()
         return self._model
 
-    async def __aexit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
-@contextmanager
-def _as_model(settings: ModelSettings) -> Iterator[None]:
-    """Replaces MLServer's ``model_context``, which raises an error if another task closes the stream after a
-    disconnect.
-    """
-    name, version = model_name_var.set(settings.name), model_version_var.set(settings.version or "")
-    try:
-        yield
-    finally:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.end(kind)
+        name, version = self._names
         with suppress(ValueError):  # the other task's context was never set, so it needs no reset
             model_name_var.reset(name)
             model_version_var.reset(version)
+
+
+@lru_cache(maxsize=256)
+def _context_of(name: str, version: str) -> contextvars.Context:
+    """Returns a context in which MLServer's log names the model."""
+    context = contextvars.copy_context()
+    context.run(model_name_var.set, name)
+    context.run(model_version_var.set, version)
+    return context
 
 
 def as_refusal(error: Exception, shutdown_reason: str | None = None) -> RequestError:

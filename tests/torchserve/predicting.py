@@ -46,6 +46,9 @@ def handle(data, context):
     if text == "split":
         context.set_response_header(0, "x-mine", "a\\r\\nset-cookie: b")
         return ["x"]
+    if text == "slow":
+        time.sleep(0.5)
+        return ["slow"]
     if text == "raise":
         raise ValueError("as asked")
     if text == "exception":

@@ -93,7 +93,7 @@ class HandlerRequest:
 
     def bytes_to_send(self) -> int:
         """Returns an upper bound on the bytes that the request takes in a message to a worker."""
-        parts = (bytes_in_frame(part.value, part.name, part.content_type) for part in self.parts)
+        parts = [bytes_in_frame(part.value, part.name, part.content_type) for part in self.parts]
         return sum(parts) + bytes_in_frame(b"", self.request_id, *self.headers.keys(), *self.headers.values())
 
 
@@ -170,6 +170,21 @@ class PieceStream:
             closed()
         self._wake()
         self._call_drained()
+
+    @property
+    def only_piece(self) -> ResponsePiece | None:
+        """The whole response, if it consists of one piece that has arrived and was not read; else None."""
+        first = self._pieces[0] if self._pieces else None
+        return first if first is not None and first.last and self._error is None else None
+
+    def when_arrived(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` in a turn of the event loop after a piece, an error or the end has arrived."""
+        loop = asyncio.get_running_loop()
+        if self._pieces or self.over:
+            loop.call_soon(callback)
+        else:
+            self._waiter = loop.create_future()
+            self._waiter.add_done_callback(lambda _: callback())
 
     def __aiter__(self) -> PieceStream:
         return self

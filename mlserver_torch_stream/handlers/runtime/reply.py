@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -97,6 +97,7 @@ class PieceReader:
         self._observer = observer
         self._most_pieces = most_pieces
         self._job: PieceStream | None = None
+        self._refusal: RequestError | None = None
         self._closed = False
 
     @property
@@ -114,11 +115,15 @@ class PieceReader:
     def begin(self, more: bool = False) -> PieceStream:
         """Submits the request.
 
-        With ``more``, the next request of the same batch follows at once. Raises RequestError.
+        With ``more``, the next request of the same batch follows at once. Raises RequestError, and the same one if it
+        is called again.
         """
+        if self._refusal is not None:
+            raise self._refusal
         try:
             self._job = self._submit(self._request, more=more)
         except RequestError as error:
+            self._refusal = error
             self._observer.failed(error)
             raise
         if self._closed:
@@ -155,6 +160,24 @@ class PieceReader:
             yield answer
         else:
             self._observer.end()
+
+    def when_arrived(self, callback: Callable[[], object]) -> None:
+        """Calls ``callback`` once the first piece, an error or the end has arrived. The request must have begun."""
+        assert self._job is not None
+        self._job.when_arrived(callback)
+
+    def arrived_whole(self) -> ResponsePiece | None:
+        """Returns the answer if it consists of one piece, which has arrived; else None."""
+        assert self._job is not None
+        piece = self._job.only_piece
+        if piece is not None:
+            self._observer.piece(self._job.queued_s)
+        return piece
+
+    def answered(self) -> None:
+        """Ends the request after the client was sent what ``arrived_whole`` has returned."""
+        self._observer.end()
+        self.close()
 
     def _first_of_stream(self, piece: ResponsePiece) -> ResponsePiece:
         return piece

@@ -60,14 +60,22 @@ class InflightRequests:
     @contextmanager
     def track(self) -> Iterator[None]:
         """Counts one request as in flight while the ``with`` block runs."""
-        self._count += 1
+        self.began()
         try:
             yield
         finally:
-            self._count -= 1
-            if self._count == 0:
-                self._emptied.set()
-                self._emptied = OneTimeEvent()
+            self.ended()
+
+    def began(self) -> None:
+        """Counts one more request."""
+        self._count += 1
+
+    def ended(self) -> None:
+        """Called at the end of a request that was counted."""
+        self._count -= 1
+        if self._count == 0:
+            self._emptied.set()
+            self._emptied = OneTimeEvent()
 
     @property
     def empty(self) -> bool:

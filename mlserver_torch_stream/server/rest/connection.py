@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from starlette.datastructures import Headers
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlserver_torch_stream.errors import InvalidInput, RequestError
 from mlserver_torch_stream.gunzip import PIECE_BYTES, Damaged, Gunzip
 from mlserver_torch_stream.protocol.values import named, parse_bounded
-from mlserver_torch_stream.server.host import HttpProtocol, ServerHost, transport_of
+from mlserver_torch_stream.server.host import HttpProtocol, ReceivedRequest, ServerHost, transport_of
 from mlserver_torch_stream.server.options import ServerOptions
 
 _KEY = "mlserver_torch_stream.transport"
@@ -41,12 +41,12 @@ class NotesTransport:
     """Middleware that puts the connection's transport into the scope."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scope[_KEY] = transport_of(send)
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def notice_lag_early(scope: Scope) -> None:
@@ -140,10 +140,20 @@ _MAX_BYTES_BESIDE_BODY = 64 * 1024
 _GRACE_S = 1.0  # first, endpoints with the same limit, such as uploads and streams, end their requests themselves
 
 
-def install(host: ServerHost, options: ServerOptions) -> None:
+class DirectDoor(Protocol):
+    """Answers requests before the app gets them."""
+
+    def wants(self, app: ASGIApp, scope: Scope) -> bool:
+        """Whether ``answer`` may answer a request whose head has arrived, in place of ``app``."""
+
+    def answer(self, request: ReceivedRequest) -> None:
+        """Answers the request, or passes it on to the app, now or later."""
+
+
+def install(host: ServerHost, options: ServerOptions, door: DirectDoor) -> None:
     """Makes uvicorn read new connections to the REST port with ``Http1``, unless uvicorn uses h11."""
     host.put_outside(NotesTransport)
-    host.read_http_by(partial(Http1, options=options))
+    host.read_http_by(partial(Http1, options=options, door=door))
 
 
 class Http1(HttpProtocol):
@@ -155,8 +165,9 @@ class Http1(HttpProtocol):
     0. Otherwise its connection is closed. When a client disconnects, all its pipelined requests end.
     """
 
-    def __init__(self, *args: Any, options: ServerOptions, **more: Any) -> None:
+    def __init__(self, *args: Any, options: ServerOptions, door: DirectDoor, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._door = door
         self.parser: Any = _Parser(self)
         self._beside_body = 0
         self._silent_after = options.piece_timeout
@@ -213,6 +224,12 @@ class Http1(HttpProtocol):
         self._beside_body = 0
         self._waiting_since = self.loop.time()
         super().on_body(body)
+
+    def keeps(self, scope: Scope) -> bool:
+        return self._door.wants(self.app, scope)
+
+    def received(self, request: ReceivedRequest) -> None:
+        self._door.answer(request)
 
     def takes_head(self) -> bool:
         """Returns whether the head of a request is accepted. Raises ValueError if the head names two hosts."""
@@ -331,14 +348,13 @@ class ClientLeft(Exception):
 
 async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
     """Reads and decompresses a request's body of at most ``most_bytes``. Raises RequestError or ClientLeft."""
-    body = _decoder(scope["headers"], most_bytes)
-    more = True
+    body, more = _decoder(scope["headers"], most_bytes), True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
-        body.feed(message.get("body", b""))
         more = message.get("more_body", False)
+        body.feed(message.get("body", b""))
     return body.whole()
 
 
@@ -399,15 +415,19 @@ class _Plain:
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self._collected = bytearray()
+        self._collected: bytes | bytearray = b""
 
     def feed(self, chunk: bytes) -> None:
-        self._collected += chunk
+        if not self._collected:
+            self._collected = chunk  # most bodies arrive whole, and are not copied
+        else:
+            self._collected = bytearray(self._collected) if isinstance(self._collected, bytes) else self._collected
+            self._collected += chunk
         if len(self._collected) > self._most:
             raise _too_large(self._most)
 
     def whole(self) -> bytes:
-        return bytes(self._collected)
+        return bytes(self._collected)  # bytes are not copied
 
 
 class _Gzip(_Plain):

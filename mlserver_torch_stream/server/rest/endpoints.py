@@ -468,7 +468,30 @@ def _routes_by_part(app: Any) -> _RoutesByPart:
     return _RoutesByPart()
 
 
+class CountedRequest:
+    """Counts and times one request in MLServer's metrics of the REST port, from its creation to its end."""
+
+    def __init__(self, middleware: Any, method: str, path: str) -> None:
+        self._labels = middleware, method, path
+        self._in_progress = _in_progress(middleware, method)
+        self._in_progress.inc()
+        self._began = time.perf_counter()
+
+    def end(self, status: int | None, ended: float | None = None) -> None:
+        """Called at the end. ``ended`` is the time of the last byte. A request without a status is not counted."""
+        self._in_progress.dec()
+        if status is None:
+            return
+        count, seconds = _metrics(*self._labels, status)
+        count.inc()
+        seconds.observe((ended or time.perf_counter()) - self._began)
+
+
+COUNTED = "mlserver_torch_stream.counted"  # in a scope: the ``CountedRequest`` that was made before
+
+
 async def _counted(middleware: Any, answering: ASGIApp, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    counted = scope.get(COUNTED) or CountedRequest(middleware, scope["method"], path)
     status: int | None = None
     ended: float | None = None
 
@@ -480,22 +503,17 @@ async def _counted(middleware: Any, answering: ASGIApp, path: str, scope: Scope,
             ended = time.perf_counter()
         await send(message)
 
-    method = scope["method"]
-    in_progress = _in_progress(middleware, method)
-    in_progress.inc()
-    began = time.perf_counter()
     failed: Exception | None = None
     try:
         await answering(scope, receive, noting)
     except Exception as error:
         status, failed = _FAILED, error
-    finally:
-        in_progress.dec()
+    except BaseException:
+        counted.end(None)
+        raise
     if status is None:
         status = _DISCONNECTED if await StarletteRequest(scope, receive).is_disconnected() else _FAILED
-    count, seconds = _metrics(middleware, method, path, status)
-    count.inc()
-    seconds.observe((ended or time.perf_counter()) - began)
+    counted.end(status, ended)
     if failed is not None:
         raise failed
 

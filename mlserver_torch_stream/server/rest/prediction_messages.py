@@ -44,12 +44,17 @@ async def read_fields(body: bytes, content_type: str) -> list[BodyField]:
 
     Raises InvalidInput.
     """
+    return await _multipart(body, content_type) if is_multipart(content_type) else simple_fields(body, content_type)
+
+
+def is_multipart(content_type: str) -> bool:
+    return _kind(content_type) == _MULTIPART
+
+
+def simple_fields(body: bytes, content_type: str) -> list[BodyField]:
+    """Returns the fields of a body that is not a multipart form. Raises InvalidInput."""
     kind = _kind(content_type)
-    if kind == _MULTIPART:
-        return await _multipart(body, content_type)
-    if kind == _URL_ENCODED:
-        return url_encoded(body)
-    return [BodyField("body", kind, body)]
+    return url_encoded(body) if kind == _URL_ENCODED else [BodyField("body", kind, body)]
 
 
 def _kind(content_type: str) -> str:
@@ -142,6 +147,11 @@ def first_headers(scope: Scope) -> dict[str, str]:
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
     return headers
+
+
+def handler_headers(headers: Mapping[str, str], rest: str = "", explain: bool = False) -> dict[str, str]:
+    """Returns the headers that the handler gets. ``rest`` is what follows the model in the path."""
+    return {**headers, "url_path": rest, "explain": str(explain)}
 
 
 def reply_headers(request_id: str, content_type: str = "", own: Mapping[str, str] | None = None) -> EncodedHeaders:

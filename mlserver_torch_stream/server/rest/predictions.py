@@ -35,6 +35,7 @@ from mlserver_torch_stream.server.rest.connection import (
     send_refusal,
     send_whole,
 )
+from mlserver_torch_stream.server.rest.direct_predictions import BEGUN, BegunPrediction
 from mlserver_torch_stream.server.rest.endpoints import Endpoint, HttpRequest, Reported, SelectiveRoute
 from mlserver_torch_stream.server.rest.openai_routes import openai_answer, shown_model
 from mlserver_torch_stream.server.rest.prediction_messages import (
@@ -47,6 +48,7 @@ from mlserver_torch_stream.server.rest.prediction_messages import (
     body_of,
     check_status,
     first_headers,
+    handler_headers,
     read_fields,
     reply_headers,
     request_id_of,
@@ -123,6 +125,12 @@ class _Prediction(HttpRequest[PieceReply]):
         self._endpoint = endpoint
 
     async def serve(self) -> None:
+        begun: BegunPrediction | None = self._scope.get(BEGUN)
+        if begun is not None:
+            self.model, self.version, self.request_id = begun.model, begun.version, begun.request_id
+            async with self.entered(self._host, begun.entered):
+                await self._read(begun.reply)
+            return
         method, path, endpoint = self._scope["method"], self._path, self._endpoint
         if method not in (*_METHODS, "OPTIONS") and not (method == "GET" and path.rest):
             raise WrongMethod
@@ -136,11 +144,9 @@ class _Prediction(HttpRequest[PieceReply]):
             await endpoint.tokens.serve(asked, model, self._scope, self._receive, self._send)
             return
         fields = await self._fields()
-        headers = {**self._headers, "url_path": path.rest, "explain": str(endpoint.explain)}
+        headers = handler_headers(self._headers, path.rest, endpoint.explain)
         async with self.entered(self._host) as model:
-            reply = self.reply = model.open_prediction(fields, headers, self.request_id, self.kind)
-            async with self.watched(), aclosing(reply.pieces()) as pieces:
-                await self._answer(pieces)
+            await self._read(model.open_prediction(fields, headers, self.request_id, self.kind))
 
     async def send_error(self, error: RequestError) -> None:
         status, body = status_and_body(error)
@@ -160,6 +166,11 @@ class _Prediction(HttpRequest[PieceReply]):
     async def _fields(self) -> list[BodyField]:
         fields = await read_fields(await self.body(), self._headers.get("content-type", ""))
         return [*url_encoded(self._scope["query_string"]), *fields] if self._endpoint.takes_query else fields
+
+    async def _read(self, reply: PieceReply) -> None:
+        self.reply = reply
+        async with self.watched(), aclosing(reply.pieces()) as pieces:
+            await self._answer(pieces)
 
     async def _answer(self, pieces: AsyncGenerator[Piece, None]) -> None:
         first = await anext(pieces)
