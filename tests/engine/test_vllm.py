@@ -24,10 +24,10 @@ from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.constraints.grammar import after_reasoning, grammar_of
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.engine.step import batcher
-from mlserver_torch_stream.engine.vllm import vllm_batcher, vllm_engine, worker
-from mlserver_torch_stream.engine.vllm.messages import StartOrder
+from mlserver_torch_stream.engine.vllm import vllm_batcher, vllm_engine, vllm_process, worker
+from mlserver_torch_stream.engine.vllm.messages import MAX_MESSAGE, Adapter, Ready, StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import as_lark
-from mlserver_torch_stream.engine.vllm.vllm_process import bound_cores
+from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess, bound_cores
 from mlserver_torch_stream.errors import (
     InvalidInput,
     LoadFailed,
@@ -431,6 +431,77 @@ def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
     run(refused())
 
 
+def process_of(built: BuiltEngine) -> VllmProcess:
+    engine: Any = built.engine
+    process: VllmProcess = engine._batcher._process
+    return process
+
+
+def test_an_engine_accepts_nothing_from_the_end_of_a_worker_until_the_next_one_is_ready(
+    start: Start, tmp_path: Path
+) -> None:
+    """The subreaper is stopped, so that the end of the killed worker takes a while."""
+    pids = tmp_path / "pids"
+    built = start(descendants=str(pids), row=[1, [5], "for fun", None, None, None, None])
+    worker, process = pids.read_text().split()[0], process_of(built)
+    subreaper = process.process.pid
+
+    async def end() -> None:
+        os.kill(subreaper, signal.SIGSTOP)
+        stream = built.engine.submit([EngineRequest(PROMPT, greedy(5))])
+        await until(lambda: built.engine.trouble is not None, "the end of the worker")
+        assert process.lost is None, "it accepted requests until its streams had ended"
+        with pytest.raises(NotServing):
+            built.engine.submit([EngineRequest(PROMPT, greedy(1))])
+        os.kill(subreaper, signal.SIGCONT)
+        before = time.monotonic()
+        while built.engine.trouble is not None:
+            assert time.monotonic() < before + 60
+            await asyncio.sleep(0)  # looks as often as it can
+        assert pids.read_text().split()[0] not in ("", worker)
+        (event,) = await last_events(stream)
+        assert event.finish_reason is FinishReason.ERROR
+
+    run(end())
+
+
+def test_clients_need_not_wait_for_the_end_of_killed_processes_but_the_next_worker_does(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm_process, "_TELL_S", 0.2)
+    pids = tmp_path / "pids"
+    built = start(descendants=str(pids), row=[1, [5], "for fun", None, None, None, None])
+    first = pids.read_text()
+    worker, descendant = map(int, first.split())
+    subreaper = process_of(built).process.pid
+
+    async def end() -> None:
+        os.kill(subreaper, signal.SIGSTOP)
+        event = (await collect(built.engine, [EngineRequest(PROMPT, greedy(5))]))[0]  # type: ignore[arg-type]
+        assert event.finish_reason is FinishReason.ERROR
+        await until(lambda: "is started again in" in caplog.text, "the restart")
+        await asyncio.sleep(0.3)
+        assert pids.read_text() == first and alive(descendant) and built.engine.trouble is not None
+        os.kill(subreaper, signal.SIGCONT)
+        await until(lambda: built.engine.trouble is None, "the next worker")
+        assert not alive(worker) and not alive(descendant)
+
+    run(end())
+    assert "have not ended" in caplog.text
+
+
+@pytest.mark.long
+def test_a_subreaper_that_hangs_is_killed_in_the_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_process, "_TELL_S", 0.1)
+    monkeypatch.setattr(vllm_process, "_STOP_S", 0.5)
+    built = start(row=[1, [5], "for fun", None, None, None, None])
+    subreaper = process_of(built).process.pid
+    os.kill(subreaper, signal.SIGSTOP)
+    assert generated(built, greedy(5))[0].finish_reason is FinishReason.ERROR
+    run(until(lambda: built.engine.trouble is None, "the next worker"))
+    assert not alive(subreaper)
+
+
 def test_a_worker_that_dies_again_and_again_stays_dead(start: Start) -> None:
     deaths: list[BaseException] = []
     built = start(on_death=deaths.append, die_after=0)
@@ -444,6 +515,22 @@ def test_a_worker_that_dies_again_and_again_stays_dead(start: Start) -> None:
         assert not built.engine.alive
 
     run(die())
+
+
+def test_a_start_that_has_failed_before_the_engine_listens_ends_the_engine() -> None:
+    def start() -> Any:
+        raise LoadFailed("no memory")
+
+    nothing: Any = None
+    batcher = vllm_batcher.VllmBatcher(start, nothing, Ready(VOCAB, CONTEXT, 8), nothing)
+    batcher.begin_in_thread(0)
+    assert batcher._starting is not None
+    batcher._starting.join(30)
+    woken: list[None] = []
+    batcher.attach(lambda: woken.append(None))
+    assert woken
+    with pytest.raises(LoadFailed, match="no memory"):
+        batcher.step(nothing, nothing, nothing)
 
 
 @pytest.mark.long
@@ -532,6 +619,19 @@ def test_a_request_of_many_answers_and_a_long_constraint_is_one_message_of_bound
     events = run(asked(built, Constraint(ConstraintKind.JSON_SCHEMA, schema, "f"), max_tokens=1, n=600))
     assert {event.index for event in events} == set(range(600))
     assert all(event.error is None for event in events)
+
+
+def test_a_request_that_is_too_long_for_a_message_ends_alone(start: Start) -> None:
+    built = start(step_s=0.01)
+
+    async def ask() -> None:
+        other = asyncio.ensure_future(collect(built.engine, [EngineRequest(PROMPT, greedy(50))]))  # type: ignore[arg-type]
+        long = EngineRequest(PROMPT, greedy(3, cache_salt=MAX_MESSAGE * "x"))
+        event = (await collect(built.engine, [long]))[0]  # type: ignore[arg-type]
+        assert isinstance(event.error, InvalidInput) and "bytes in a message to vLLM, at most" in str(event.error)
+        assert (await other)[0].finish_reason is FinishReason.LENGTH
+
+    run(ask())
 
 
 def test_a_row_of_a_sequence_that_is_not_there_is_left_alone(start: Start) -> None:
@@ -707,6 +807,41 @@ def test_adapters_are_loaded_with_the_model_while_it_serves_and_with_the_next_wo
     assert built.engine.info.adapters == {"second"}
 
 
+def test_an_adapter_whose_folder_is_gone_is_unloaded_when_vllm_starts_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone, pids = tmp_path / "gone", tmp_path / "pids"
+    gone.mkdir()
+    modules = {"lora_modules": {"gone": str(gone), "kept": str(tmp_path)}}
+    built = start(modules, enable_lora=True, descendants=str(pids))
+    adapters: Any = built.adapters
+
+    async def lose() -> None:
+        gone.rmdir()
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        await until(lambda: built.engine.trouble is not None, "the death")
+        await until(lambda: built.engine.trouble is None, "the next worker")
+        assert built.engine.info.adapters == adapters.names == {"kept"} and adapters.numbers == {"kept": 2}
+        with pytest.raises(InvalidInput, match="lora_name: the adapter 'gone' has been unloaded"):
+            await asked_adapter(built, "gone")
+        with pytest.raises(UnknownModel):
+            await adapters.unload("gone")
+        gone.mkdir()
+        await adapters.load("gone", str(gone))
+        for name in ("gone", "kept"):
+            assert (await asked_adapter(built, name))[-1].finish_reason is FinishReason.LENGTH
+
+    run(lose())
+    (line,) = [each.getMessage() for each in caplog.records if "'gone' is unloaded" in each.getMessage()]
+    assert line.endswith(f"no adapter in {gone}")
+
+
+def test_an_adapter_that_cannot_be_loaded_with_the_model_fails_the_load(start: Start, tmp_path: Path) -> None:
+    modules = {"lora_modules": {"a": str(tmp_path), "b": "/nowhere"}}
+    with pytest.raises(LoadFailed, match=r"parameters\.extra\.lora_modules: 'b': no adapter in /nowhere"):
+        start(modules, enable_lora=True)
+
+
 def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path) -> None:
     built = start({"lora_modules": {"a": str(tmp_path)}}, enable_lora=True, step_s=0.02)
     adapters = built.adapters
@@ -795,6 +930,67 @@ def test_an_adapter_call_ends_with_the_worker(start: Start, tmp_path: Path) -> N
     run(lose())
 
 
+def test_adapter_calls_after_the_end_of_a_worker_are_answered(start: Start, tmp_path: Path) -> None:
+    built = start({"lora_modules": {"a": str(tmp_path)}}, enable_lora=True)
+    ended: Any = built.engine._batcher  # type: ignore[attr-defined]
+    ended._process.wait()
+    with pytest.raises(NotServing, match="vLLM is being started again"):
+        ended.load_adapter(Adapter("b", 2, str(tmp_path)))
+    ended.close()
+    assert ended.unload_adapter("a", 1).result(5) is None
+
+
+def test_requests_before_an_unload_are_answered_and_later_ones_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request and the unload of its adapter come while the engine's thread is in a step."""
+    built = start({"lora_modules": {"a": str(tmp_path)}}, enable_lora=True)
+    adapters: Any = built.adapters
+    running: Any = built.engine._batcher  # type: ignore[attr-defined]
+    admit, in_step, go_on = running._admit, threading.Event(), threading.Event()
+
+    def wait_in_step(*args: Any) -> None:
+        admit(*args)
+        in_step.set()
+        assert go_on.wait(30)
+
+    async def ask_and_unload() -> None:
+        monkeypatch.setattr(running, "_admit", wait_in_step)
+        running._wake()
+        await until(in_step.is_set, "a step")
+        stream = built.engine.submit([EngineRequest(PROMPT, greedy(1), adapter="a")])
+        unloading = asyncio.ensure_future(adapters.unload("a"))
+        await until(lambda: not running._unloads.empty(), "the unload")
+        with pytest.raises(InvalidInput, match="lora_name: the adapter 'a' has been unloaded"):
+            built.engine.submit([EngineRequest(PROMPT, greedy(1), adapter="a")])
+        go_on.set()
+        (event,) = await last_events(stream)
+        assert event.error is None
+        await asyncio.wait_for(unloading, 30)
+
+    run(ask_and_unload())
+
+
+def test_a_prompt_in_pieces_whose_adapter_is_unloaded_is_refused(start: Start, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    modules = {"lora_modules": {"a": str(tmp_path)}}
+    built = start(modules, enable_lora=True, record=str(record))
+    adapters: Any = built.adapters
+
+    async def seal() -> None:
+        streams = [built.engine.submit([EngineRequest((), greedy(3), open=True, adapter="a")]) for _ in range(2)]
+        numbers = dict(adapters.numbers)
+        await adapters.unload("a")
+        for stream in streams:
+            stream.seal(PROMPT)
+            (event,) = await last_events(stream)
+            assert str(event.error) == "lora_name: the adapter 'a' has been unloaded"
+            adapters.numbers = numbers  # as while the worker has not answered the unload yet
+
+    run(seal())
+    assert '"add"' not in record.read_text()
+
+
 def test_a_shutdown_while_vllm_starts_again_leaves_no_worker(start: Start, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     built = start(descendants=str(pids), start_s=1)
@@ -850,6 +1046,12 @@ def test_settings_of_ours_become_engine_arguments(tiny_model: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("given", "kept"), [({}, 128), ({"max_loras": 200}, 200), ({"max_cpu_loras": 3}, 3)])
+def test_all_adapters_stay_in_memory(given: dict[str, int], kept: int, tiny_model: Path) -> None:
+    resolved = parse_settings(str(tiny_model), {"vllm": {"enable_lora": True, **given}})
+    assert vllm_engine.engine_args(resolved.settings, "folder")["max_cpu_loras"] == kept
+
+
 def test_cores_are_divided_among_the_ranks() -> None:
     assert bound_cores([0, 1, 2, 3], 2) == "0,1|2,3"
     assert bound_cores([4, 6], 1) == "4,6"
@@ -864,6 +1066,7 @@ def test_cores_are_divided_among_the_ranks() -> None:
         ({"data_parallel_size": 2}, 2),
         ({"tensor_parallel_size": None, "data_parallel_size": "2"}, 1),
         ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, 1),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, 1),
     ],
     ids=str,
 )

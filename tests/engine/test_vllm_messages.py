@@ -76,3 +76,10 @@ def test_a_report_with_an_impossible_number_is_a_broken_message(name: str, value
         Ready.of({**_READY, name: value}, "0.32.0")
     with pytest.raises(BrokenFrame, match="a malformed 'ready' message: KeyError"):
         Ready.of({key: number for key, number in _READY.items() if key != name}, "0.32.0")
+
+
+@pytest.mark.parametrize("missing", [5, [5], [["1", "why"]], [[1]], [[-1, "why"]], None])
+def test_a_report_with_an_impossible_list_of_adapters_is_a_broken_message(missing: Any) -> None:
+    assert Ready.of({**_READY, "missing": [[1, "why\nnot"]]}, "0.32.0").missing == {1: r"why\nnot"}
+    with pytest.raises(BrokenFrame, match="a malformed 'ready' message: "):
+        Ready.of({**_READY, "missing": missing}, "0.32.0")

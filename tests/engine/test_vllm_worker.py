@@ -5,6 +5,7 @@ It runs without vLLM, over an engine that computes nothing.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import socket
@@ -12,11 +13,14 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Fields
 from typing import Any
 
 import pytest
 
-from mlserver_torch_stream.engine.vllm.messages import MAX_MESSAGE, PROTOCOL, Addition, StartOrder
+from mlserver_torch_stream.engine.vllm import worker
+from mlserver_torch_stream.engine.vllm.messages import MAX_MESSAGE, PROTOCOL, Adapter, Addition, StartOrder
 from mlserver_torch_stream.handlers.frames import FrameReader, encode_frame
 
 _PROGRAM = """
@@ -32,7 +36,7 @@ class Idle:
         cache = Fields(kv_cache_size_tokens=64, kv_cache_memory_bytes=1)
         self.vllm_config = Fields(
             lora_config=None, model_config=model, cache_config=cache, scheduler_config=Fields(max_num_seqs=8),
-            device_config=Fields(device_type="cpu"),
+            device_config=Fields(device_type="cpu"), parallel_config=Fields(data_parallel_size=1),
         )
 
 worker._start = lambda order, steps: Idle()
@@ -151,6 +155,65 @@ def test_a_worker_that_fails_ends_although_vllm_waits_at_the_exit(tmp_path: Path
     status, kinds, lines = _sent(_START, tmp_path, program=_PROGRAM.replace("worker.main(", broken))
     assert (status, kinds) == (1, ["hello", "ready"])
     assert lines[-1] == "TypeError: 'NoneType' object is not callable"
+
+
+def _engine(device: str, adapters: Any = None, data_parallel_size: int = 1) -> Any:
+    """vLLM's config, and an ``add_lora`` that loads folders that exist."""
+
+    async def add_lora(request: Any) -> None:
+        if not Path(request.lora_path).is_dir():
+            raise ValueError(f"no adapter\n in {request.lora_path}")
+
+    config = Fields(
+        lora_config=adapters,
+        model_config=Fields(get_vocab_size=lambda: 400, max_model_len=64, dtype="torch.float32"),
+        cache_config=Fields(kv_cache_size_tokens=64, kv_cache_memory_bytes=1),
+        scheduler_config=Fields(max_num_seqs=8),
+        device_config=Fields(device_type=device),
+        parallel_config=Fields(data_parallel_size=data_parallel_size),
+    )
+    return Fields(vllm_config=config, add_lora=add_lora, errored=False)
+
+
+def _worker(engine: Any) -> worker.Worker:
+    nothing: Any = None
+    return worker.Worker(nothing, engine, worker.Steps())
+
+
+def test_every_engine_core_has_places_for_sequences() -> None:
+    assert _worker(_engine("cuda", data_parallel_size=4)).describe()["max_num_seqs"] == 32
+
+
+@pytest.fixture
+def requests_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("vllm.lora.request")
+    module.LoRARequest = lambda name, number, path: Fields(lora_path=path)
+    for name in ("vllm", "vllm.lora"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", module)
+
+
+@pytest.mark.usefixtures("requests_of_vllm")
+@pytest.mark.parametrize(("device", "argument"), [("cpu", "max_loras"), ("cuda", "max_cpu_loras")])
+def test_vllm_gets_no_adapter_for_which_it_would_drop_another(device: str, argument: str, tmp_path: Path) -> None:
+    limits = Fields(max_loras=4, max_cpu_loras=4) if device == "cpu" else Fields(max_loras=1, max_cpu_loras=3)
+    filled = _worker(_engine(device, limits))
+    adapters = [Adapter(str(number), number, str(tmp_path)) for number in range(5)]
+    missing = asyncio.run(filled.load_all(adapters))
+    why = f"at most 3 adapters can be loaded; set a larger {argument} in parameters.extra.vllm"
+    assert missing == [(3, why), (4, why)]
+
+
+@pytest.mark.usefixtures("requests_of_vllm")
+def test_an_adapter_that_vllm_cannot_load_does_not_keep_the_others_from_loading(tmp_path: Path) -> None:
+    engine = _engine("cuda", Fields(max_loras=1, max_cpu_loras=8))
+    adapters = [Adapter("a", 1, "/nowhere"), Adapter("b", 2, str(tmp_path))]
+    loading = _worker(engine)
+    assert asyncio.run(loading.load_all(adapters)) == [(1, "no adapter in /nowhere")]
+    assert list(loading._adapters) == [2]
+    engine.errored = True  # vLLM itself has died, so the adapter may be sound
+    with pytest.raises(ValueError, match="no adapter"):
+        asyncio.run(_worker(engine).load_all(adapters))
 
 
 def test_a_request_goes_through_the_wire_as_it_was() -> None:

@@ -133,7 +133,7 @@ class _Worker:
                 self.adapters[header["id"]] = header["name"]
             self._send({"t": "answered", "call": header["call"], "error": error})
         elif header["t"] == "unload_adapter":
-            del self.adapters[header["id"]]
+            self.adapters.pop(header["id"], None)
             self._send({"t": "answered", "call": header["call"], "error": None})
 
     def _step(self) -> None:
@@ -201,8 +201,12 @@ def main(descriptor: int, folder: str) -> None:
         worker.buffer += data
         order = worker._frame()
     worker.args = {"max_num_seqs": 8, **order[0]["args"]}
+    missing = []
     for adapter in order[0]["adapters"]:
-        worker.adapters[adapter["number"]] = adapter["name"]
+        if Path(adapter["path"]).is_dir():
+            worker.adapters[adapter["number"]] = adapter["name"]
+        else:
+            missing.append([adapter["number"], f"no adapter in {adapter['path']}"])
     if refused := worker.args.get("refuse"):
         worker._send({"t": "refused", "field": "refuse", "why": refused})
         return
@@ -223,6 +227,7 @@ def main(descriptor: int, folder: str) -> None:
         "kv_cache_tokens": 8 * CONTEXT,
         "kv_cache_bytes": 8 * CONTEXT * 1024,
         "device": "cpu, float32",
+        "missing": missing,
         **worker.args.get("ready", {}),
     }
     worker._send(ready)

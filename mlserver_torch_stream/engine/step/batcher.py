@@ -46,12 +46,14 @@ class Batcher(ABC):
     None if it accepts them. Any thread may read ``stats`` and ``trouble``.
     """
 
-    trouble: str | None = None
-
     def __init__(self, stats: EngineStats) -> None:
         self.stats = stats
         self._counts: dict[str, Any] = defaultdict(int)  # the next snapshot shows them
         self.progress = StepProgress()
+
+    @property
+    def trouble(self) -> str | None:
+        return None
 
     @abstractmethod
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
@@ -136,6 +138,10 @@ class DeadBatcher(Batcher):
 
     def __init__(self, last: EngineStats) -> None:
         super().__init__(EngineStats(kv_cache_budget=last.kv_cache_budget).counting_on(last))
+
+    @property
+    def trouble(self) -> str | None:
+        return "its engine is being started again"
 
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         return None

@@ -1,11 +1,14 @@
 """Numbers the LoRA adapters of one model in vLLM, and loads and unloads them while the model serves requests.
 
-If the worker is restarted, the new worker loads the adapters that are loaded at that time.
+If the worker is restarted, the new worker loads the adapters that are loaded at that time. An adapter that it cannot
+load, because its folder is gone or broken, counts as unloaded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,6 +21,8 @@ from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
 from mlserver_torch_stream.engine_settings import MAX_ADAPTERS
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed, NotServing, RequestError, UnknownModel
 from mlserver_torch_stream.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 class _Shows(Protocol):
@@ -36,6 +41,7 @@ class LoraAdapters:
         self._batcher = batcher
         self._last_number = len(modules)
         self._engine: _Shows | None = None
+        self._showing = threading.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -54,7 +60,17 @@ class LoraAdapters:
 
     def _show(self) -> None:
         assert self._engine is not None
-        self._engine.info = replace(self._engine.info, adapters=self.names)
+        with self._showing:
+            self._engine.info = replace(self._engine.info, adapters=self.names)
+
+    def lost(self, missing: Mapping[int, str]) -> None:
+        """Forgets adapters that a new worker could not load, by number with the reason. Any thread may call it."""
+        for adapter in self.loaded:
+            if adapter.number in missing and self._loaded.pop(adapter.name, None) is not None:
+                del self.numbers[adapter.name]
+                why = missing[adapter.number]
+                logger.warning("The adapter %r is unloaded: vLLM could not load it again: %s", adapter.name, why)
+        self._show()
 
     async def load(self, name: str, path: str) -> None:
         if name in self.numbers:
@@ -68,7 +84,7 @@ class LoraAdapters:
             answer = self._batcher().load_adapter(adapter)
             await _answered(answer)
         except asyncio.CancelledError:
-            self._hold(self._undo(name, answer))
+            self._hold(self._undo(adapter, answer))
             raise
         except BaseException:
             del self.numbers[name]
@@ -78,29 +94,29 @@ class LoraAdapters:
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter. The unload is completed even if the caller is cancelled."""
-        if name not in self._loaded:
+        adapter = self._loaded.pop(name, None)
+        if adapter is None:
             raise UnknownModel(name)
-        del self._loaded[name]
         self._show()
-        await asyncio.shield(self._hold(self._unload(name)))
+        await asyncio.shield(self._hold(self._unload(adapter)))
 
-    async def _undo(self, name: str, answer: Future[None]) -> None:
+    async def _undo(self, adapter: Adapter, answer: Future[None]) -> None:
         """Undoes a load whose caller was cancelled. The worker first finishes the load; until then the name
         is in use.
         """
         try:
             await _answered(answer)
         except RequestError:  # it is not loaded
-            del self.numbers[name]
+            del self.numbers[adapter.name]
             return
-        with suppress(RequestError):  # the worker is gone, and the adapter with it
-            await self._unload(name)
+        with suppress(RequestError):
+            await self._unload(adapter)
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, adapter: Adapter) -> None:
         try:
-            await _answered(self._batcher().unload_adapter(name, self.numbers[name]))
+            await _answered(self._batcher().unload_adapter(adapter.name, adapter.number))
         finally:
-            del self.numbers[name]
+            del self.numbers[adapter.name]
 
     def _hold(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

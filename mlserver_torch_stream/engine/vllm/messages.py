@@ -215,7 +215,8 @@ def _logprob(value: Any) -> float:
 class Ready:
     """The worker's report on the model that it has loaded.
 
-    ``kv_cache_bytes`` is 0 if vLLM does not report this size.
+    ``kv_cache_bytes`` is 0 if vLLM does not report this size. ``missing`` has the numbers of the adapters that vLLM
+    could not load, each with the reason.
     """
 
     vocab_size: int
@@ -225,14 +226,16 @@ class Ready:
     kv_cache_bytes: int = 0
     device: str = ""
     vllm: str = ""
+    missing: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, header: Mapping[str, Any], vllm: str) -> Ready:
         try:
             numbers = {name: _count(header[name], least) for name, least in _READY.items()}
+            missing = {_count(number): in_line(why) for number, why in header.get("missing", ())}
         except _WRONG as error:
             raise malformed("ready", error) from None
-        return cls(**numbers, device=in_line(header.get("device", "")), vllm=vllm)
+        return cls(**numbers, device=in_line(header.get("device", "")), vllm=vllm, missing=missing)
 
 
 _READY = {"vocab_size": 1, "max_model_len": 1, "max_num_seqs": 1, "kv_cache_tokens": 0, "kv_cache_bytes": 0}  # at least

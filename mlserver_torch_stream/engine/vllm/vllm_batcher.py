@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats
-from mlserver_torch_stream.engine.failures import log_failure
+from mlserver_torch_stream.engine.failures import VllmLost, drop_tracebacks, log_failure
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
 from mlserver_torch_stream.engine.scheduler.queue import FairQueue
 from mlserver_torch_stream.engine.step.batcher import Batcher, Deliver, Poll, YieldDevice, check_unscored
 from mlserver_torch_stream.engine.vllm.messages import (
     COUNTS,
+    MAX_MESSAGE,
     Adapter,
     Addition,
     Output,
@@ -48,6 +50,19 @@ class _Unload:
     done: Future[None]
 
 
+class Adapters(Protocol):
+    """The adapters of a model. ``numbers`` also has those that are being unloaded; new requests may use ``names``."""
+
+    @property
+    def numbers(self) -> Mapping[str, int]: ...
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def lost(self, missing: Mapping[int, str]) -> None:
+        """Forgets adapters that a new worker could not load, by number with the reason. Any thread may call it."""
+
+
 class VllmBatcher(Batcher):
     """Passes its sequences to a worker. Requests are accepted only when a worker is ready."""
 
@@ -56,11 +71,11 @@ class VllmBatcher(Batcher):
         start: Callable[[], VllmProcess],
         writer: SamplingWriter,
         ready: Ready,
-        adapters: Callable[[], Mapping[str, int]] = dict,
+        adapters: Adapters,
     ) -> None:
         """``start`` starts a worker. This call may block, but need not wait until the worker is ready.
 
-        ``ready`` is the worker's report. ``adapters`` returns the numbers of the adapters that requests may name.
+        ``ready`` is the first worker's report.
         """
         super().__init__(EngineStats(kv_cache_budget=ready.kv_cache_bytes))
         self._writer = writer
@@ -76,13 +91,16 @@ class VllmBatcher(Batcher):
         self._wake: Callable[[], object] = lambda: None
         self._process: VllmProcess | None = None
         self._worker: VllmProcess | None = None  # None until a worker is ready
-        self.trouble = _STARTING
         self._failure: BaseException | None = None  # why no worker will ever be ready
         self._closing = threading.Event()
+        self._starting: threading.Thread | None = None
         self._start = start
         self._adapters = adapters
         self._unloads: queue.SimpleQueue[_Unload] = queue.SimpleQueue()  # posted by the event loop
+        self._unload_lock = threading.Lock()  # no unload is posted after the last look
+        self._closed = False
         self._leaving: list[_Unload] = []  # adapters that streams may still use
+        self._unloaded: set[int] = set()  # the numbers of the adapters that the worker was told to unload
 
     def begin(self, delay: float = 0.0) -> None:
         """Starts a worker after ``delay`` seconds. Blocks until the worker is ready, for at most an hour. Raises
@@ -96,16 +114,18 @@ class VllmBatcher(Batcher):
                 process.kill()
             if not wait({process.ready}, _RESTART_S).done:
                 raise LoadFailed(f"vLLM was started again, but was not ready within {_RESTART_S:g} s")
-            process.ready.result()
+            if missing := process.ready.result().missing:
+                self._adapters.lost(missing)
         except BaseException:
             process.wait()
             raise
-        self._worker, self.trouble = process, None
+        self._worker = process
         process.listen(self._wake)
 
     def begin_in_thread(self, delay: float) -> None:
         """As ``begin``, but wakes the engine's thread when the worker is ready or has failed."""
-        threading.Thread(target=self._begin, args=(delay,), name="vllm-start", daemon=True).start()
+        self._starting = threading.Thread(target=self._begin, args=(delay,), name="vllm-start", daemon=True)
+        self._starting.start()
 
     def _begin(self, delay: float) -> None:
         try:
@@ -116,6 +136,10 @@ class VllmBatcher(Batcher):
 
     # --- from any thread ---
 
+    @property
+    def trouble(self) -> str | None:
+        return _STARTING if self._worker is None or self._worker.ending else None
+
     def refusal(self, sequences: int, prompt: int, final_length: int) -> str | None:
         if sequences <= self._ready.max_num_seqs:
             return None
@@ -124,6 +148,8 @@ class VllmBatcher(Batcher):
     def check(self, request: EngineRequest) -> None:
         check_unscored(request, "models that vLLM serves")
         self._writer.check(request)
+        if request.adapter is not None and request.adapter not in self._adapters.names:
+            raise _unloaded(request.adapter)
 
     def end_step(self, error: BaseException) -> bool:
         if self._process is None:
@@ -134,7 +160,7 @@ class VllmBatcher(Batcher):
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
         """Loads an adapter. If that fails, the future raises LoadFailed with vLLM's reason, or VllmLost."""
-        if self._worker is None:
+        if self._worker is None or self._worker.ending:
             raise NotServing(_STARTING)
         return self._worker.call(lambda call: encode_frame(adapter.message(call)))
 
@@ -142,7 +168,11 @@ class VllmBatcher(Batcher):
         """Unloads an adapter as soon as no request uses it any more. Later requests must not name this adapter."""
         unload = _Unload(name, number, Future())
         unload.done.set_running_or_notify_cancel()  # the waiting caller may leave; the adapter is still unloaded
-        self._unloads.put(unload)
+        with self._unload_lock:
+            if self._closed:  # the adapter is gone with the worker, and the next worker does not load it
+                unload.done.set_result(None)
+            else:
+                self._unloads.put(unload)
         self._wake()
         return unload.done
 
@@ -152,6 +182,8 @@ class VllmBatcher(Batcher):
         self._wake = wake
         if (worker := self._worker) is not None:
             worker.listen(wake)
+        if self._failure is not None:
+            wake()
 
     def add(self, request: RequestState) -> None:
         self._waiting.add(request)
@@ -198,26 +230,38 @@ class VllmBatcher(Batcher):
 
     def close(self) -> None:
         self._closing.set()
-        if self._process is not None:
-            self._process.wait()
-        while not self._unloads.empty():
-            self._leaving.append(self._unloads.get())
+        if (process := self._process) is not None and process.lost is None:  # else the next start waits for it
+            process.wait()
+        if self._starting is not None:
+            self._starting.join()
+        with self._unload_lock:
+            self._closed = True
+        self._take_unloads()
         for unload in self._leaving:  # the next worker does not load it
             unload.done.set_result(None)
 
     def _unload(self, worker: VllmProcess) -> None:
-        """Sends unloads that no request blocks any more. Requests submitted before an unload are already known here,
-        because the inbox keeps the order.
+        """Sends unloads that no request blocks any more.
+
+        When an unload arrives here, requests that were submitted before it may still be in the engine's inbox, so it is
+        sent in the next step at the earliest.
         """
+        if self._leaving:
+            used = {request.input.adapter for request in (*self._waiting, *self._requests.values())}
+            for unload in [each for each in self._leaving if each.name not in used]:
+                answer = worker.call(partial(_unload_message, unload.number))
+                self._leaving.remove(unload)
+                self._unloaded.add(unload.number)
+                answer.add_done_callback(partial(_pass_on, unload.done))
+        if self._take_unloads():
+            self._wake()
+
+    def _take_unloads(self) -> bool:
+        """Returns whether there are new unloads."""
+        taken = len(self._leaving)
         while not self._unloads.empty():
             self._leaving.append(self._unloads.get())
-        if not self._leaving:
-            return
-        used = {request.input.adapter for request in (*self._waiting, *self._requests.values())}
-        for unload in [each for each in self._leaving if each.name not in used]:
-            answer = worker.call(partial(_unload_message, unload.number))
-            self._leaving.remove(unload)
-            answer.add_done_callback(partial(_pass_on, unload.done))
+        return len(self._leaving) > taken
 
     def _take(self, output: Output) -> SequenceState | None:
         """Adds its new tokens to a sequence. Returns None if the sequence has already ended on this side."""
@@ -258,8 +302,12 @@ class VllmBatcher(Batcher):
             request.started_at = time.monotonic()
             try:
                 frame = self._addition(request).encode()
+                if len(frame) > MAX_MESSAGE:  # it would end the worker, and with it the answers of all other clients
+                    raise InvalidInput("request", f"{len(frame)} bytes in a message to vLLM, at most {MAX_MESSAGE}")
             except Exception as error:
-                request.finish(FinishReason.ERROR, log_failure("a request to vLLM", error))
+                failure = error if isinstance(error, InvalidInput) else log_failure("a request to vLLM", error)
+                drop_tracebacks(error)
+                request.finish(FinishReason.ERROR, failure)
                 deliver(request.sequences)
                 continue
             for number, sequence in enumerate(request.sequences, self._last_number + 1):
@@ -293,9 +341,9 @@ class VllmBatcher(Batcher):
         name = request.input.adapter
         if name is None:
             return None
-        number = self._adapters().get(name)
-        if number is None:  # while the prompt came in pieces
-            raise GenerationFailed(f"the adapter {name!r} has been unloaded")
+        number = self._adapters.numbers.get(name)
+        if number is None or number in self._unloaded:  # while the prompt came in pieces
+            raise _unloaded(name)
         return number
 
     def _count(self, stats: WorkerStats | None) -> None:
@@ -326,13 +374,17 @@ class VllmBatcher(Batcher):
         )
 
 
+def _unloaded(name: str) -> InvalidInput:
+    return InvalidInput("lora_name", f"the adapter {name!r} has been unloaded")
+
+
 def _unload_message(number: int, call: int) -> bytes:
     return encode_frame({"t": "unload_adapter", "call": call, "id": number})
 
 
 def _pass_on(done: Future[None], answer: Future[None]) -> None:
     error = answer.exception()
-    if error is None:
+    if error is None or isinstance(error, VllmLost):  # the adapter is gone with the worker
         done.set_result(None)
     else:
         done.set_exception(error)

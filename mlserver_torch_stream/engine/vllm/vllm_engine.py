@@ -32,7 +32,7 @@ from mlserver_torch_stream.engine.vllm.messages import Ready, StartOrder
 from mlserver_torch_stream.engine.vllm.sampling import SamplingWriter
 from mlserver_torch_stream.engine.vllm.vllm_batcher import VllmBatcher
 from mlserver_torch_stream.engine.vllm.vllm_process import VllmProcess, WorkerCommand, cores_of_this_process
-from mlserver_torch_stream.engine_settings import VLLM_NAMES, EngineSettings
+from mlserver_torch_stream.engine_settings import MAX_ADAPTERS, VLLM_NAMES, EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
 from mlserver_torch_stream.types import GenerationRules
@@ -130,6 +130,10 @@ class _Workers:
         try:
             with cancellation().interrupted_by(worker.kill):
                 self._ready = worker.ready.result()
+            for adapter in self.adapters.loaded:
+                if adapter.number in self._ready.missing:
+                    why = self._ready.missing[adapter.number]
+                    raise LoadFailed(f"parameters.extra.lora_modules: {adapter.name!r}: {why}")
         except BaseException:
             worker.wait()
             raise
@@ -147,7 +151,7 @@ class _Workers:
         return self._batcher
 
     def _new_batcher(self, start: Callable[[], VllmProcess]) -> VllmBatcher:
-        return VllmBatcher(start, self._writer, self._ready, lambda: self.adapters.numbers)
+        return VllmBatcher(start, self._writer, self._ready, self.adapters)
 
     def _start(self) -> VllmProcess:
         if self._worker is not None:
@@ -170,7 +174,8 @@ def _command(
     python: str, settings: EngineSettings, location: str, threads: int, memory: int, name: str
 ) -> WorkerCommand:
     args = engine_args(settings, location)
-    several = args.get("distributed_executor_backend") == "ray" or args.get("nnodes", 1) != 1
+    backends = args.get("distributed_executor_backend"), args.get("data_parallel_backend")
+    several = "ray" in backends or args.get("nnodes", 1) != 1
     sizes = [args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data")]
     ranks = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0  # 0: vLLM refuses the sizes
     return WorkerCommand(
@@ -193,9 +198,12 @@ def engine_args(settings: EngineSettings, location: str) -> dict[str, Any]:
     if structured.setdefault("backend", _GUIDANCE) != _GUIDANCE:
         raise LoadFailed(f"parameters.extra.vllm: structured_outputs_config: the backend must be {_GUIDANCE}")
     ours = {name: getattr(settings, key) for key, name in VLLM_NAMES.items() if key in settings.model_fields_set}
-    defaults = {"scheduling_policy": "priority", "disable_log_stats": True}
+    defaults: dict[str, Any] = {"scheduling_policy": "priority", "disable_log_stats": True}
     if not settings.allow_pickle:
         defaults["load_format"] = "safetensors"
+    if given.get("enable_lora"):  # all adapters stay in memory; a batch has at most ``max_loras`` of them
+        slots = given.get("max_loras")
+        defaults["max_cpu_loras"] = max(MAX_ADAPTERS, slots if isinstance(slots, int) else 0)
     own = {"model": location, "structured_outputs_config": structured}
     return {**defaults, **{name: value for name, value in ours.items() if value is not None}, **given, **own}
 

@@ -5,6 +5,7 @@ descendants.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import shutil
@@ -37,6 +38,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameReader
 from mlserver_torch_stream.process_output import drain
 
+logger = logging.getLogger(__name__)
 _PACKAGE = Path(version.__file__).parent
 # The worker imports this package from its folder, and nothing of the server's working directory.
 _PROGRAM = """
@@ -50,7 +52,8 @@ supervise({descriptor}, {own!r})  # before anything else is imported, so that th
 from mlserver_torch_stream.engine.vllm.worker import main
 main({descriptor}, {own!r})
 """
-_STOP_S = 10.0
+_TELL_S = 10.0  # seconds for the end of the killed processes, after which clients are told of the end all the same
+_STOP_S = 120.0  # further seconds: the kernel frees tens of gigabytes of a killed process before it has ended
 _OURS = "MLSERVER_"  # variables of the server, among them the file of its keys
 _OF_OUR_PYTHON = ("PYTHONHOME", "PYTHONPATH", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV", "LD_PRELOAD")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -147,6 +150,7 @@ class VllmProcess:
         """Raises LoadFailed if the interpreter cannot be started."""
         self.name = command.name
         self.ready: Future[Ready] = Future()
+        self.ending = False  # it is being killed, or has ended
         self.lost: VllmLost | None = None
         self._received: deque[Outputs] = deque()
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -202,7 +206,8 @@ class VllmProcess:
         answer.set_running_or_notify_cancel()  # the waiting caller may leave; the answer still comes
         with self._calling:
             if self.lost is not None:
-                raise self.lost
+                answer.set_exception(self.lost)
+                return answer
             self._last_call += 1
             number = self._last_call
             self._calls[number] = answer
@@ -220,11 +225,12 @@ class VllmProcess:
     def kill(self, why: str | None = None) -> None:
         """Ends the worker and all its descendants. ``why`` is the reason that is reported to waiting callers."""
         self._why = self._why or why
+        self.ending = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self) -> None:
-        """Kills the worker if it is running, and blocks until none of its processes is left."""
+        """Kills the worker if it is running, and blocks until none of its processes is left, for two minutes or so."""
         self.kill()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -286,24 +292,32 @@ class VllmProcess:
 
     def _end(self, why: str | None) -> None:
         """Ends the worker and all its descendants, and wakes all waiting callers."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        try:
-            status = self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # the subreaper hangs: when it is killed, the kernel kills the worker
-            self.process.kill()
-            status = self.process.wait()
-        self._connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)  # the subreaper has done so, unless it was killed
+        self.kill()
+        ended = self._ended(_TELL_S)
+        how = how_it_ended(self.process.returncode) if ended else "has ended"
         self._unsent.put(None)
         with self._calling:
-            self.lost = VllmLost(f"vLLM's worker {self._why or why or how_it_ended(status)}")
+            self.lost = VllmLost(f"vLLM's worker {self._why or why or how}")
             calls, self._calls = list(self._calls.values()), {}
         for answer in calls:
             answer.set_exception(self.lost)
         if not self.ready.done():
             self.ready.set_exception(LoadFailed(f"{self.lost} before it was ready; the log has its output"))
         self._wake()
+        if not ended:
+            logger.warning("%s has processes that were killed %g s ago and have not ended", self.name, _TELL_S)
+        if not ended and not self._ended(_STOP_S):
+            logger.error("%s is no longer waited for; processes of it may be left", self.name)
+            self.process.kill()  # then the kernel kills the worker, if the subreaper has not done so
+            self.process.wait()
+        self._connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)  # the subreaper has done so, unless it was killed
+
+    def _ended(self, seconds: float) -> bool:
+        """Waits for the subreaper, which ends when no process below it is left. Returns False if that takes longer."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode is not None
 
 
 def _own_folder() -> str:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,10 @@ async def _serve(connection: socket.socket, reader: FrameReader, order: StartOrd
     try:
         steps = Steps()
         worker = Worker(connection, _start(order, steps), steps)
-        for adapter in order.adapters:
-            await worker.load_adapter(adapter)
-        ready = worker.describe()
+        ready = {**worker.describe(), "missing": await worker.load_all(order.adapters)}
     except Exception as error:
         field = getattr(error, "field", None)
-        why = " ".join(str(error).split()) or type(error).__name__
-        connection.sendall(encode_frame({"t": "refused", "field": field, "why": why[:2000]}))
+        connection.sendall(encode_frame({"t": "refused", "field": field, "why": _why(error, 2000)}))
         return
     # Killed processes leave shared memory behind. The parent process removes the segments that are named here.
     (folder / SHARED_MEMORY).write_text("".join(f"{name}\n" for name in shared_memory(os.getpid())), encoding="utf-8")
@@ -262,8 +259,9 @@ class Worker:
         self._steps = steps
         self._adapters: dict[int, Any] = {}
         config = llm.vllm_config
-        on_cpu = config.lora_config is not None and config.device_config.device_type == "cpu"
-        self._max_adapters = config.lora_config.max_loras - 1 if on_cpu else None
+        # Each engine core has this number of places.
+        self._max_num_seqs = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+        self._max_adapters = None if config.lora_config is None else _max_adapters(config)
 
     def describe(self) -> dict[str, Any]:
         """Returns what the server must know about the engine: its sizes, cache and device."""
@@ -273,7 +271,7 @@ class Worker:
         return {
             "vocab_size": model.get_vocab_size(),
             "max_model_len": model.max_model_len,
-            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_num_seqs": self._max_num_seqs,
             "kv_cache_tokens": tokens,
             "kv_cache_bytes": cache.kv_cache_memory_bytes or tokens * _token_bytes(config),
             "device": f"{config.device_config.device_type}, {model.dtype}".replace("torch.", ""),
@@ -307,9 +305,8 @@ class Worker:
         kind = header.get("t")
         if kind == "add":
             addition = Addition.decode(header, body)
-            most = self._llm.vllm_config.scheduler_config.max_num_seqs
-            if not 1 <= addition.n <= most:
-                raise ValueError(f"n is {addition.n}, not 1 to {most}")
+            if not 1 <= addition.n <= self._max_num_seqs:
+                raise ValueError(f"n is {addition.n}, not 1 to {self._max_num_seqs}")
             for index in range(addition.n):
                 self._running[addition.number + index] = asyncio.create_task(self._generate(addition, index))
         elif kind == "abort":
@@ -378,24 +375,51 @@ class Worker:
                 self._adapters.pop(header["id"], None)
                 await self._llm.remove_lora(header["id"])
         except Exception as failure:
-            error = " ".join(str(failure).split())[:500] or type(failure).__name__
+            error = _why(failure)
         self._connection.sendall(encode_frame({"t": "answered", "call": call, "error": error}))
+
+    async def load_all(self, adapters: Sequence[Adapter]) -> list[tuple[int, str]]:
+        """Loads adapters. Returns the numbers of those that vLLM cannot load, each with the reason."""
+        missing = []
+        for adapter in adapters:
+            try:
+                await self.load_adapter(adapter)
+            except Exception as error:
+                if self._llm.errored:  # vLLM has died
+                    raise
+                missing.append((adapter.number, _why(error)))
+        return missing
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter. Raises the exception that vLLM raises if the folder is not an adapter of the model."""
         from vllm.lora.request import LoRARequest
 
-        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
-            raise ValueError(
-                f"at most {self._max_adapters} adapters can be loaded on CPUs; set a larger max_loras in "
-                "parameters.extra.vllm"
-            )
+        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters[0]:
+            most, argument = self._max_adapters
+            raise ValueError(f"at most {most} adapters can be loaded; set a larger {argument} in parameters.extra.vllm")
         request = self._adapters[adapter.number] = LoRARequest(adapter.name, adapter.number, adapter.path)
         try:
             await self._llm.add_lora(request)
         except BaseException:
             del self._adapters[adapter.number]
             raise
+
+
+def _max_adapters(config: Any) -> tuple[int, str]:
+    """Returns how many adapters can be loaded, and the argument that determines it.
+
+    Beyond ``max_cpu_loras`` vLLM would drop the adapter that was used least recently, and read its folder again in the
+    step of its next request. An error there, such as a folder that is gone, would end vLLM (0.32).
+    """
+    lora = config.lora_config
+    if config.device_config.device_type == "cpu":
+        return lora.max_loras - 1, "max_loras"
+    return lora.max_cpu_loras, "max_cpu_loras"
+
+
+def _why(error: Exception, length: int = 500) -> str:
+    """Returns the error's text in one line of bounded length."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
 
 
 def _token_bytes(config: Any) -> int:
