@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.build import BuiltEngine
 from mlserver_torch_stream.errors import InvalidInput, LoadFailed
 from mlserver_torch_stream.generation import Generator
+from mlserver_torch_stream.handlers.worker.subreaper import shared_memory
 from mlserver_torch_stream.types import (
     ChatPrompt,
     Constraint,
@@ -159,32 +161,32 @@ def test_a_prompt_that_was_there_before_is_found_in_the_cache(built: BuiltEngine
         assert (event.usage.num_cached_tokens > 100) is expected
 
 
+async def _tokens(built: BuiltEngine, adapter: str | None) -> tuple[int, ...]:
+    params = SamplingParameters(max_tokens=8, ignore_eos=True)
+    event = (await collect(built.engine, [EngineRequest((40, 41, 42), params, adapter=adapter)]))[0]  # type: ignore[arg-type]
+    assert event.error is None, event.error
+    return event.token_ids
+
+
 def test_an_adapter_changes_the_tokens_and_can_be_unloaded(built: BuiltEngine, tmp_path: Path) -> None:
     write_adapter(tmp_path / "loud", AutoModelForCausalLM.from_pretrained(smollm2()), seed=0)
     adapters = built.adapters
     assert adapters is not None
 
-    async def ask(name: str | None) -> tuple[int, ...]:
-        params = SamplingParameters(max_tokens=8, ignore_eos=True)
-        event = (await collect(built.engine, [EngineRequest((40, 41, 42), params, adapter=name)]))[0]  # type: ignore[arg-type]
-        assert event.error is None, event.error
-        return event.token_ids
-
     async def change() -> None:
         with pytest.raises(InvalidInput, match="lora_path"):
             await adapters.load("wrong", str(tmp_path / "nowhere"))
         await adapters.load("loud", str(tmp_path / "loud"))
-        assert await ask("loud") != await ask(None)
+        assert await _tokens(built, "loud") != await _tokens(built, None)
         await adapters.unload("loud")
 
     run(change(), UNLIKELY_S)
 
 
-def _processes(built: BuiltEngine) -> set[int]:
-    """Returns the pids of the worker's subreaper and of all processes below it."""
+def _subreaper(built: BuiltEngine) -> int:
     engine: Any = built.engine
-    subreaper: int = engine._batcher._process.process.pid
-    return {subreaper, *descendants(subreaper)}
+    pid: int = engine._batcher._process.process.pid
+    return pid
 
 
 async def _last_events(stream: Mailbox) -> list[TokenEvent]:
@@ -196,7 +198,9 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
 
     Waits until vLLM serves again, and checks that nothing of the old worker is left.
     """
-    old, shared = _processes(built), set(os.listdir("/dev/shm"))
+    subreaper = _subreaper(built)
+    old, shared = {subreaper, *descendants(subreaper)}, shared_memory(subreaper)
+    assert shared
 
     async def strike() -> list[list[TokenEvent]]:
         params = SamplingParameters(max_tokens=200, ignore_eos=True)
@@ -215,7 +219,7 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
 
     ends: list[list[TokenEvent]] = run(strike(), 2 * UNLIKELY_S)
     assert not old & descendants(os.getpid())
-    assert len(set(os.listdir("/dev/shm"))) <= len(shared)  # the segments of the new worker have other names
+    assert not set(shared) & set(os.listdir("/dev/shm"))  # the segments of the new worker have other names
     return ends
 
 
@@ -223,6 +227,27 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
 def test_a_death_is_told_to_each_of_16_streams_once_and_vllm_starts_again(built: BuiltEngine, name: str) -> None:
     for last in _strike(built, name, signal.SIGKILL, streams=16):
         assert [event.finish_reason for event in last] == [FinishReason.ERROR]
+
+
+def test_a_new_worker_has_the_adapters_of_the_old_one_whose_folders_are_still_there(
+    built: BuiltEngine, tmp_path: Path
+) -> None:
+    adapters = built.adapters
+    assert adapters is not None
+    for seed, name in enumerate(("kept", "gone")):
+        write_adapter(tmp_path / name, AutoModelForCausalLM.from_pretrained(smollm2()), seed)
+
+    async def load() -> tuple[int, ...]:
+        for name in ("gone", "kept"):
+            await adapters.load(name, str(tmp_path / name))
+        return await _tokens(built, "kept")
+
+    expected = run(load(), UNLIKELY_S)
+    shutil.rmtree(tmp_path / "gone")
+    _strike(built, "VLLM::EngineCore", signal.SIGKILL, streams=1)
+    assert adapters.names == {"kept"}
+    assert run(_tokens(built, "kept"), UNLIKELY_S) == expected
+    run(adapters.unload("kept"), UNLIKELY_S)
 
 
 def test_a_thousand_requests_a_third_of_which_leave_end_without_a_leak(tiny: BuiltEngine) -> None:
