@@ -478,16 +478,16 @@ def test_an_engine_accepts_nothing_from_the_end_of_a_worker_until_the_next_one_i
     pids = tmp_path / "pids"
     built = start(descendants=str(pids), row=[1, [5], "for fun", None, None, None, None])
     worker, process = pids.read_text().split()[0], process_of(built)
-    subreaper = process.process.pid
+    subreaper = process.process
 
     async def end() -> None:
-        os.kill(subreaper, signal.SIGSTOP)
+        subreaper.send_signal(signal.SIGSTOP)
         stream = built.engine.submit([EngineRequest(PROMPT, greedy(5))])
         await until(lambda: built.engine.trouble is not None, "the end of the worker")
         assert process.lost is None, "it accepted requests until its streams had ended"
         with pytest.raises(NotServing):
             built.engine.submit([EngineRequest(PROMPT, greedy(1))])
-        os.kill(subreaper, signal.SIGCONT)
+        subreaper.send_signal(signal.SIGCONT)
         before = time.monotonic()
         while built.engine.trouble is not None:
             assert time.monotonic() < before + 60
@@ -496,7 +496,10 @@ def test_an_engine_accepts_nothing_from_the_end_of_a_worker_until_the_next_one_i
         (event,) = await last_events(stream)
         assert event.finish_reason is FinishReason.ERROR
 
-    run(end())
+    try:
+        run(end())
+    finally:
+        subreaper.send_signal(signal.SIGCONT)
 
 
 def test_clients_need_not_wait_for_the_end_of_killed_processes_but_the_next_worker_does(
@@ -507,20 +510,23 @@ def test_clients_need_not_wait_for_the_end_of_killed_processes_but_the_next_work
     built = start(descendants=str(pids), row=[1, [5], "for fun", None, None, None, None])
     first = pids.read_text()
     worker, descendant = map(int, first.split())
-    subreaper = process_of(built).process.pid
+    subreaper = process_of(built).process
 
     async def end() -> None:
-        os.kill(subreaper, signal.SIGSTOP)
+        subreaper.send_signal(signal.SIGSTOP)
         event = (await collect(built.engine, [EngineRequest(PROMPT, greedy(5))]))[0]  # type: ignore[arg-type]
         assert event.finish_reason is FinishReason.ERROR
         await until(lambda: "is started again in" in caplog.text, "the restart")
         await asyncio.sleep(0.3)
         assert pids.read_text() == first and alive(descendant) and built.engine.trouble is not None
-        os.kill(subreaper, signal.SIGCONT)
+        subreaper.send_signal(signal.SIGCONT)
         await until(lambda: built.engine.trouble is None, "the next worker")
         assert not alive(worker) and not alive(descendant)
 
-    run(end())
+    try:
+        run(end())
+    finally:
+        subreaper.send_signal(signal.SIGCONT)
     assert "have not ended" in caplog.text
 
 
