@@ -88,7 +88,7 @@ def test_a_quantised_file_gives_llama_cpp_s_tokens(
         got = PageBook(model, pages=8).step(forward, {"row": ids}, _ANSWER)["row"].float().log_softmax(-1)
     assert findings.problem is None
     spread = expected.std(-1).mean()
-    assert (got - expected).pow(2).mean().sqrt() < 0.15 * spread  # measured: at most 0.1; with another yarn 0.2 and more
+    assert (got - expected).pow(2).mean().sqrt() < 0.15 * spread  # another yarn: 0.2 and more
     chosen = got.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert (got[:, _TEXT].amax(-1) - chosen < 0.5 * spread).all()
 
