@@ -93,25 +93,36 @@ class FrameReader:
         self._file = connection.makefile("rb", buffering=MAX_READ)
         self._max_bytes = max_bytes
 
-    def read(self) -> tuple[dict[str, Any], list[bytes]] | None:
-        """Returns the next frame; None at the end of the connection. Its body is read as values of the ``sizes`` in its
-        header; without them, as one value.
+    def read(self) -> tuple[dict[str, Any], bytes] | None:
+        """Returns the next frame; None at the end of the connection.
 
         Raises BrokenFrame if the frame is malformed or too large, and OSError if the connection breaks.
         """
+        if (begun := self._begin()) is None:
+            return None
+        header, body_bytes = begun
+        body = self._file.read(body_bytes)
+        return None if len(body) < body_bytes else (header, body)
+
+    def read_values(self) -> tuple[dict[str, Any], list[bytes]] | None:
+        """Reads as ``read`` does, but the body as values of the ``sizes`` in the header; without them, as one value."""
+        if (begun := self._begin()) is None:
+            return None
+        header, body_bytes = begun
+        sizes = header.get("sizes", [body_bytes])
+        if min(sizes, default=0) < 0 or sum(sizes) != body_bytes:
+            raise BrokenFrame(f"the values have {sum(sizes)} bytes, and the body has {body_bytes}")
+        values = [self._file.read(size) for size in sizes]
+        return None if sum(map(len, values)) < body_bytes else (header, values)
+
+    def _begin(self) -> tuple[dict[str, Any], int] | None:
+        """Reads the header; also returns the size of the body."""
         lengths = self._file.read(_LENGTHS.size)
         if len(lengths) < _LENGTHS.size:
             return None
         header_bytes, body_bytes = _lengths(lengths, max_bytes=self._max_bytes)
         encoded = self._file.read(header_bytes)
-        if len(encoded) < header_bytes:
-            return None
-        header = _header(encoded)
-        sizes = header.get("sizes", [body_bytes])
-        if sum(sizes) != body_bytes:
-            raise BrokenFrame(f"the values have {sum(sizes)} bytes, and the body has {body_bytes}")
-        values = [self._file.read(size) for size in sizes]
-        return None if sum(map(len, values)) < body_bytes else (header, values)
+        return None if len(encoded) < header_bytes else (_header(encoded), body_bytes)
 
     def close(self) -> None:
         """Closes the reader's file, not the socket."""

@@ -81,7 +81,7 @@ def test_a_quantised_file_gives_llama_cpp_s_tokens(
     write_packed(file, tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     settle_positions(config, CONTEXT)
-    model = load_packed(tmp_path, config).model
+    model = load_packed(tmp_path, file, config).model
     with torch.inference_mode():
         forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
         ids = [*PROMPT, *tokens[:-1]]

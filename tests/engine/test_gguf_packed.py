@@ -99,7 +99,7 @@ def test_weights_take_hardly_more_memory_than_the_file(name: str, tmp_path: Path
     file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=_MIXTURES[name], hidden=512, layers=1)
     write_packed(file, tmp_path)
     with torch.inference_mode():
-        forward = NativeForward(load_packed(tmp_path).model, KernelOptions(2, folder))
+        forward = NativeForward(load_packed(tmp_path, file).model, KernelOptions(2, folder))
     assert forward._weights.size <= 1.12 * file.stat().st_size
 
 

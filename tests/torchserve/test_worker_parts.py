@@ -44,7 +44,7 @@ class _Call:
 
     def heard(self) -> list[tuple[str, bytes | str, bool]]:
         """Returns the id, the value or error, and whether it is the last, for each part of the next message."""
-        frame = self.reader.read()
+        frame = self.reader.read_values()
         assert frame is not None
         header, (body,) = frame
         if header["t"] == "failed":
@@ -124,11 +124,11 @@ def test_a_lone_surrogate_reaches_the_server_as_its_escape_wherever_it_stands(ca
     call.context.set_response_header(0, "x-a", "\ud800 \U0001f600")
     call.context.set_response_content_type(0, "text/\udfff")
     call.channel.pieces([call.context.piece(0, "text", True)])
-    header, _ = call.reader.read() or ({}, b"")
+    header, _ = call.reader.read_values() or ({}, b"")
     (item,) = header["items"]
     assert item["headers"] == {"x-a": "\\ud800 \U0001f600"} and item["ct"] == "text/\\udfff"
     call.context.metrics.add_counter("Counter", 1, dimensions=[Dimension("host", "\ud800")])
-    header, _ = call.reader.read() or ({}, b"")
+    header, _ = call.reader.read_values() or ({}, b"")
     assert header["labels"]["host"] == "\\ud800"
 
 
@@ -176,7 +176,7 @@ def test_headers_and_content_types_travel_with_a_piece_and_the_marker_does_not(c
     call.context.set_response_content_type(0, "text/plain")
     call.context.set_response_header(0, "x-a", "b")
     call.send({0: "a"})
-    header, _ = call.reader.read() or ({}, b"")
+    header, _ = call.reader.read_values() or ({}, b"")
     assert header["items"][0]["ct"] == "text/plain" and header["items"][0]["headers"] == {"x-a": "b"}
 
 
@@ -343,9 +343,9 @@ def test_the_values_of_a_batch_are_read_one_by_one() -> None:
     with closing(near), closing(far), closing(FrameReader(far)) as reader:
         for sizes in ([1, 0, 2], [1, 1]):
             near.sendall(begin_frame(encode_header({"sizes": sizes}), 3) + b"abc")
-        assert reader.read() == ({"sizes": [1, 0, 2]}, [b"a", b"", b"bc"])
+        assert reader.read_values() == ({"sizes": [1, 0, 2]}, [b"a", b"", b"bc"])
         with pytest.raises(BrokenFrame, match="the values have 2 bytes, and the body has 3"):
-            reader.read()
+            reader.read_values()
 
 
 def test_the_channel_of_this_process_is_not_a_forked_one() -> None:

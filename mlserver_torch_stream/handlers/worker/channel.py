@@ -66,7 +66,7 @@ class Channel:
 
     def read(self) -> tuple[dict[str, Any], list[bytes]] | None:
         """Returns the next message from the server: its JSON header and its values; None at the end."""
-        return self._reader.read()
+        return self._reader.read_values()
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends a message of this kind, with ``fields`` in its header."""
