@@ -103,8 +103,9 @@ def test_a_thread_that_does_not_come_back_is_not_waited_for(model: PreTrainedMod
 
 def test_a_thread_that_comes_back_in_time_is_left_to_itself(model: PreTrainedModel) -> None:
     async def scenario(engine: EngineCore) -> None:
+        dead = engine._batcher
         engine.fail(RuntimeError("once"), patience=30)
-        await until(lambda: engine.pending_death is None, "the engine's end")
+        await until(lambda: engine._batcher is not dead and engine.trouble is None, "the end of the restart")
         expected = reference(model, prompt_of(5), 4)
         assert await tokens_of(engine, prompt_of(5), greedy(4)) == expected
 
