@@ -212,6 +212,7 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
     subreaper = _subreaper(built)
     old, shared = {subreaper, *descendants(subreaper)}, shared_memory(subreaper)
     assert shared
+    struck = named(old, name)[-1]  # found now, as the streams end within seconds
 
     async def strike() -> list[list[TokenEvent]]:
         params = SamplingParameters(max_tokens=200, ignore_eos=True)
@@ -219,7 +220,7 @@ def _strike(built: BuiltEngine, name: str, number: int, streams: int) -> list[li
         if number == signal.SIGKILL:  # a core that is to stop must not have answered already
             for stream in running[:4]:  # others may wait in the queue
                 await anext(stream)
-        os.kill(named(old, name)[-1], number)
+        os.kill(struck, number)
         ends = [await _last_events(stream) for stream in running]
         end = time.monotonic() + UNLIKELY_S
         while built.engine.trouble is not None:
