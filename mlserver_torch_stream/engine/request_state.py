@@ -84,12 +84,12 @@ class SequenceState:
 
     @property
     def waits_since(self) -> float:
-        """When the reader last got an event; before the first event, when the prompt became complete."""
+        """The time of the newest event; before the first event, the time at which the prompt became complete."""
         return self.request.whole_at if self._shown_at is None else self._shown_at
 
     @property
     def splits_character(self) -> bool:
-        """Whether the reader, who has got an event before, gets none until the next tokens complete a character."""
+        """Whether the next event waits for tokens that complete a character; false before the first event."""
         new = len(self.tokens) - self._shown
         return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._writer.incomplete
 
