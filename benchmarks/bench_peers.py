@@ -11,6 +11,8 @@ import argparse
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ _BF16, _OWN = "bf16", "own"
 _FORMATS = (*BITS, _OWN)
 _STREAMS = (1, 4, 16, 32)
 _SHAPE_STREAMS = (1, 4, 16)
+_SHAPE_WAVE_STREAMS = 4
 _PROMPTS = ("p128", "p2000")
 _SPARE_MIB = 1024.0  # that a server needs in addition to its weights
 
@@ -66,13 +69,23 @@ def _measure(shape: str | None, kind: str, options: argparse.Namespace, folder: 
     cases = make_cases(options.cases, options.scale, prompts)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     needed = SHAPES[shape].parameters(vocabulary) * BITS[kind] / 8 / 2**20 + _SPARE_MIB if shape else 0.0
-    plan = Plan(cases, options.scale, prompts, options.sweeps, lenient=True, least_mib=needed, say=bench.say)
+    made = None if shape is None else partial(_made_of, folder.name, options.folder.resolve())
+    plan = Plan(
+        *(cases, options.scale, prompts, options.sweeps), lenient=True, least_mib=needed, weights=made,
+        alone_sweeps=options.alone_sweeps, say=bench.say,
+    )  # fmt: skip
     model = f"random weights of {shape}" if shape else options.uri
     more = {"extra": extra, "not_installed": missing, **({"shape": shape} if shape else {})}
     if not options.quick:
         more |= bench.roofline(folder, weights)
     head = {**more, "model": model if weights is None else f"{model} as {weights.name}"}
     return bench.measure(options, f"peers-{kind}", plan, contenders, head)
+
+
+def _made_of(model: str, folder: Path) -> list[Path]:
+    """Returns the files and folders of a model, and all that servers have made from it so far."""
+    ours = FOLDER.parent
+    return [*folder.glob(f"*/{model}*"), *ours.glob(f"{model}*"), ours / "panels"]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -82,6 +95,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", help=f"some of {', '.join(SHAPES)}: models with random weights, instead of --uri")
     parser.add_argument("--format", default=_BF16, help=f"some of {', '.join(_FORMATS)}; own: the GGUF file of --uri")
     parser.add_argument("--streams", help="at once (1,4,16,32; with --shape 1,4,16); p128 and p2000 run too")
+    parser.add_argument("--alone-sweeps", type=int, default=0, help="further rounds with one stream only (%(default)s)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the peers' environments (%(default)s)")
     parser.add_argument("--install-only", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
@@ -90,6 +104,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.cases = options.cases or (",".join(cases) if options.streams else None)
     bench.finish(parser, options, cases)
     options.shape = bench.listed(parser, "shape", options.shape, tuple(SHAPES)) if options.shape else ()
+    if options.shape:
+        options.scale = replace(options.scale, wave_streams=min(_SHAPE_WAVE_STREAMS, options.scale.wave_streams))
     options.format = bench.listed(parser, "format", options.format, _FORMATS)
     if options.shape and _OWN in options.format:
         parser.error("--format own: cannot be combined with --shape, because it means the file of --uri")

@@ -24,6 +24,7 @@ DEFAULT = (
     *("c1", "c4", "c16", "c32", "c128", "p128", "p512", "p2000"),
     *("p2000-again", "c32+p2000", "c2+32p16", "mix", "loop16"),
 )
+ALONE = "c1"
 _DRAWN = 0.8  # the temperature of answers that are not greedy
 _LIST = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}  # longer than an answer
 _BATCH_STARTS_S = 120.0

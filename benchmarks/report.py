@@ -19,6 +19,7 @@ from benchmarks import roofline
 from benchmarks.cases import describe
 from benchmarks.results import FOLDER, START, read_runs
 from benchmarks.servers import OURS
+from benchmarks.sweep import STARTS
 
 _NONE = "-"
 Table = list[list[str]]  # the first row is the head
@@ -144,9 +145,11 @@ def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
     return [
         *rows,
         ("longest pause, ms", over(bursts, "itl_max_ms")),
-        ("most memory, MiB", _memory),
+        ("most memory, MiB", lambda column: _most(column, "rss_mib")),
+        ("of it not pages of files", lambda column: _most(column, "anonymous_mib")),
         ("memory when idle, MiB, median", at_start("idle_rss_mib")),
         ("start, s, median", at_start("ready_s")),
+        ("first start / later / with the weights in the page cache, s", _starts),
     ]
 
 
@@ -157,9 +160,19 @@ def _share(case: str, figures: Mapping[str, float], result: Mapping[str, Any]) -
     return _plain(roofline.share(case, figures, scale["prompt_tokens"], scale["new_tokens"], result["roofline"]), 2)
 
 
-def _memory(column: Column) -> str:
+def _most(column: Column, key: str) -> str:
     found = [run for cases in column.server["cases"].values() for case in cases.values() for run in case["runs"]]
-    return _plain(max((run["rss_mib"] for run in found if "rss_mib" in run), default=0.0) or None)
+    return _plain(max((run[key] for run in found if key in run), default=0.0) or None)
+
+
+def _starts(column: Column) -> str:
+    """Returns the seconds of the three starts; nothing if they were not measured."""
+    found, failures = column.server["starts"], column.server["failures"]
+    cells = [
+        _plain(found[kind]["ready_s"], 1) if kind in found else failures.get(f"{kind} {START}", _NONE)
+        for kind in STARTS
+    ]
+    return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
 
 
 def _cell(column: Column, names: Sequence[str], which: str, show: Callable[[str, Mapping[str, float]], str]) -> str:

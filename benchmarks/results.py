@@ -17,7 +17,7 @@ from benchmarks.figures import Figures, best_and_median
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "results"
-START = "start"  # the case whose figures are ``ready_s`` and ``idle_rss_mib``
+START = "start"  # the case whose figures are ``ready_s``, ``idle_rss_mib`` and ``idle_anonymous_mib``
 NO_FIT = "does not fit"
 _SAME = ("name", "commit", "model", "extra", "scale", "sweeps")  # keys that must be equal to continue a run
 _DIGITS = 9
@@ -35,11 +35,13 @@ class Run:
         """Returns the head and all cells by server, endpoint and case: best, median and all values of the sweeps."""
         servers: dict[str, dict[str, Any]] = {}
         for name, versions in self.head.get("servers", {}).items():
-            servers[name] = {"name": name, "versions": versions, "cases": {}, "failures": {}, START: []}
+            servers[name] = {"name": name, "versions": versions, "cases": {}, "failures": {}, START: [], "starts": {}}
         for (name, endpoint, case, _), line in self.cells.items():
             server = servers[name]
             if "value" in line:
-                server["failures"][case] = line["value"]
+                server["failures"][f"{endpoint} {case}".strip() if case == START else case] = line["value"]
+            elif case == START and endpoint:
+                server["starts"][endpoint] = line["figures"]
             elif case == START:
                 server[START].append(line["figures"])
             else:

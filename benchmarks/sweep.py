@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,16 +18,17 @@ import psutil
 import uvloop
 
 from benchmarks.answers import WrongCount
-from benchmarks.cases import BatchTooShort, Case, Scale, warm_up
+from benchmarks.cases import ALONE, BatchTooShort, Case, Scale, warm_up
 from benchmarks.endpoints import BadAnswer
 from benchmarks.figures import Figures
-from benchmarks.process import family, rss_mib
+from benchmarks.process import anonymous_mib, family, forget, rss_mib
 from benchmarks.prompts import Prompts
-from benchmarks.results import NO_FIT, START, Recorder
+from benchmarks.results import NO_FIT, START, Cell, Recorder
 from benchmarks.servers import Contender, Live, StartFailed
 
 Result = TypeVar("Result")
 _WARM_STREAMS = 32
+STARTS = ("first", "later", "warm")  # the last one with the weights in the page cache
 _KILLED = "ended with -9"  # killed by the kernel, because the machine has too little memory
 
 
@@ -35,7 +36,8 @@ _KILLED = "ended with -9"  # killed by the kernel, because the machine has too l
 class Plan:
     """What is run. If ``lenient``, a wrong answer or a failed start is recorded as such, instead of raised.
 
-    ``least_mib`` is the memory that each server needs at least.
+    ``least_mib`` is the memory that each server needs at least. If there is ``weights``, which returns all files and
+    folders that servers have of a model, and no server has served the model before, their starts are measured first.
     """
 
     cases: Sequence[Case]
@@ -45,43 +47,84 @@ class Plan:
     endpoints: Sequence[str] = ("rest",)
     lenient: bool = False
     least_mib: float = 0.0
+    weights: Callable[[], Iterable[Path]] | None = None
+    alone_sweeps: int = 0  # further sweeps, with the case of one stream only
     say: Callable[[str], None] = print
 
 
 def run_sweeps(contenders: Mapping[str, Contender], plan: Plan, recorder: Recorder) -> None:
     """Runs the sweeps interleaved: every server once, then every server again."""
-    for sweep in range(plan.sweeps):
+    if plan.weights is not None:
         for name, contender in contenders.items():
-            left = _left(name, plan, sweep, recorder)
-            if not left:
-                continue
-            if plan.least_mib > (free := psutil.virtual_memory().available / 2**20):
-                plan.say(f"{name}: {NO_FIT}: needs {plan.least_mib:.0f} MiB, {free:.0f} are available")
-                _note(left, recorder, NO_FIT)
-                continue
-            try:
-                with started(contender) as live:
-                    figures = {"ready_s": live.ready_s, "idle_rss_mib": rss_mib(family(live.pid))}
-                    recorder.add((name, "", START, sweep), figures)
-                    plan.say(f"sweep {sweep + 1}, {name}: ready after {live.ready_s:.1f} s")
-                    run_quietly(_run_cases(live, plan, left, recorder))
-            except StartFailed as error:
-                if not plan.lenient:
-                    raise
-                plan.say(f"{name}: {error}")
-                _note(left, recorder, NO_FIT if _KILLED in str(error) else f"does not start: {str(error)[-200:]}")
+            _measure_starts(name, contender, plan.weights, plan, recorder)
+    for sweep in range(plan.sweeps + plan.alone_sweeps):
+        for name, contender in contenders.items():
+            if left := _left(name, plan, sweep, recorder):
+                with _started(name, contender, list(left), plan, recorder) as live:
+                    if live is not None:
+                        _note_start(live, (name, "", START, sweep), plan, recorder)
+                        run_quietly(_run_cases(live, plan, left, recorder))
 
 
-Left = dict[tuple[str, str, str, int], Case]
+def _measure_starts(
+    name: str, contender: Contender, weights: Callable[[], Iterable[Path]], plan: Plan, recorder: Recorder
+) -> None:
+    """Starts a server with a model for the first time, again, and once more with the weights in the page cache."""
+    cells = [(name, kind, START, 0) for kind in STARTS]
+    if all(map(recorder.has, cells)):
+        return
+    for cell in cells:
+        if cell[1] != "warm":
+            forget(weights())
+        with _started(name, contender, [cell], plan, recorder) as live:
+            if live is not None:
+                _note_start(live, cell, plan, recorder)
+
+
+def _note_start(live: Live, cell: Cell, plan: Plan, recorder: Recorder) -> None:
+    used = family(live.pid)
+    figures = {"ready_s": live.ready_s, "idle_rss_mib": rss_mib(used), "idle_anonymous_mib": anonymous_mib(used)}
+    recorder.add(cell, figures)
+    plan.say(f"{cell[1] or f'sweep {cell[3] + 1}'}, {cell[0]}: ready after {live.ready_s:.1f} s")
+
+
+@contextmanager
+def _started(
+    name: str, contender: Contender, cells: Sequence[Cell], plan: Plan, recorder: Recorder
+) -> Iterator[Live | None]:
+    """Yields the server, or None if it has too little memory or does not start, which its cells say then.
+
+    Raises StartFailed unless the plan is lenient.
+    """
+    if plan.least_mib > (free := psutil.virtual_memory().available / 2**20):
+        plan.say(f"{name}: {NO_FIT}: needs {plan.least_mib:.0f} MiB, {free:.0f} are available")
+        _note(cells, recorder, NO_FIT)
+        yield None
+        return
+    with ExitStack() as stack:
+        try:
+            live = stack.enter_context(started(contender))
+        except StartFailed as error:
+            if not plan.lenient:
+                raise
+            plan.say(f"{name}: {error}")
+            _note(cells, recorder, NO_FIT if _KILLED in str(error) else f"does not start: {str(error)[-200:]}")
+            yield None
+            return
+        yield live
+
+
+Left = dict[Cell, Case]
 
 
 def _left(name: str, plan: Plan, sweep: int, recorder: Recorder) -> Left:
     """Returns the cells of a server that have no line yet."""
-    cells = {(name, endpoint, case.name, sweep): case for endpoint in plan.endpoints for case in plan.cases}
+    cases = [case for case in plan.cases if sweep < plan.sweeps or case.name == ALONE]
+    cells = {(name, endpoint, case.name, sweep): case for endpoint in plan.endpoints for case in cases}
     return {cell: case for cell, case in cells.items() if not recorder.has(cell)}
 
 
-def _note(cells: Left, recorder: Recorder, value: str) -> None:
+def _note(cells: Iterable[Cell], recorder: Recorder, value: str) -> None:
     for cell in cells:
         recorder.add(cell, value=value)
 
@@ -113,7 +156,7 @@ async def _run_cases(live: Live, plan: Plan, left: Left, recorder: Recorder) -> 
 
 
 async def _attempt(
-    case: Case, endpoint: Any, pid: int, label: object, cell: tuple[str, str, str, int], plan: Plan, recorder: Recorder
+    case: Case, endpoint: Any, pid: int, label: object, cell: Cell, plan: Plan, recorder: Recorder
 ) -> None:
     try:
         figures = await case.run(endpoint, pid, label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from benchmarks import bench, report
 from benchmarks.cases import QUICK, make_cases
 from benchmarks.prompts import Prompts
 from benchmarks.results import FOLDER, NO_FIT, START, Recorder, read_runs
-from benchmarks.servers import Ours, StartFailed
+from benchmarks.servers import Live, Ours, StartFailed
 from benchmarks.sweep import Plan, run_sweeps
 
 ROOFLINE = {
@@ -113,6 +113,39 @@ def test_only_what_has_no_line_is_run_and_what_does_not_fit_is_not_started(tiny_
     too_large = Plan(plan.cases, QUICK, plan.prompts, 1, lenient=True, least_mib=1e12)
     run_sweeps({"ours": Refused(str(tiny_model))}, too_large, Recorder(recorder.path, head, again=True))
     assert len(started) == 2
+
+
+class _Refused:
+    name = "ours"
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def start(self, folder: Path) -> AbstractContextManager[Live]:
+        raise StartFailed("ended with -9: ")
+
+
+def test_starts_are_measured_first_and_further_rounds_have_one_stream(tiny_model: Path, tmp_path: Path) -> None:
+    prompts, looked = Prompts(tiny_model), iter(range(2))  # before the third start the weights stay in the page cache
+    cases = make_cases(["c1", "c4"], QUICK, prompts)
+    plan = Plan(cases, QUICK, prompts, 1, lenient=True, weights=lambda: [tiny_model][next(looked) :], alone_sweeps=2)
+    recorder = Recorder(tmp_path / "chip.jsonl", {**HEAD, "servers": {"ours": {}}})
+    run_sweeps({"ours": _Refused()}, plan, recorder)
+    starts = [("ours", kind, START, 0) for kind in ("first", "later", "warm")]
+    assert list(recorder.run.cells)[:3] == starts
+    assert not list(looked)
+    rest = [(case, sweep) for _, _, case, sweep in list(recorder.run.cells)[3:]]
+    assert rest == [("c1", 0), ("c4", 0), ("c1", 1), ("c1", 2)]
+
+
+def test_a_start_is_in_the_table_by_its_kind(recorder: Recorder) -> None:
+    for kind, seconds in (("first", 9.0), ("later", 4.0)):
+        recorder.add(("ours", kind, START, 0), {"ready_s": seconds})
+    recorder.add(("ours", "warm", START, 0), value=NO_FIT)
+    assert (
+        _row(recorder, "first start / later / with the weights in the page cache, s")[0] == "9.0 / 4.0 / does not fit"
+    )
+    assert _row(recorder, "start, s, median")[0] == "2"
 
 
 def test_the_pages_say_what_the_results_say(tmp_path: Path) -> None:
