@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,36 @@ def test_other_code_writes_panels_of_its_own_and_removes_the_old_ones(
     monkeypatch.setattr(panels_file, "_layout", lambda: "other")
     loaded(model, cache, weights="packed")
     assert len(panels(cache)) == 2 and used in panels(cache) and old[0] not in panels(cache)
+
+
+def test_panels_that_a_server_maps_are_neither_removed_nor_replaced(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other code packs anew, and so does a load whose record is gone."""
+    first, _ = loaded(model, cache, weights="packed")
+    (file,) = panels(cache)
+    inode = file.stat().st_ino
+    shutil.rmtree(cache / "records")
+    second, counts = loaded(model, cache, weights="packed")
+    assert counts == {"new": 1} and panels(cache) == [file] and file.stat().st_ino == inode
+    monkeypatch.setattr(panels_file, "_layout", lambda: "other")
+    third, _ = loaded(model, cache, weights="packed")
+    assert file in panels(cache) and len(panels(cache)) == 2
+    assert "(deleted)" not in "".join(line for line in mappings().splitlines() if str(cache) in line)
+    assert torch.equal(logits(first), logits(second)) and torch.equal(logits(first), logits(third))
+    del first, second, third
+    monkeypatch.setattr(panels_file, "_layout", lambda: "third")
+    loaded(model, cache, weights="packed")
+    assert len(panels(cache)) == 1 and file not in panels(cache)
+
+
+def test_files_that_cannot_be_removed_do_not_keep_a_load_from_its_panels(model: Path, cache: Path) -> None:
+    (cache / "panels" / "folder-0-0.panels").mkdir(parents=True)
+    (cache / "panels" / "link-0-0.panels").symlink_to("nowhere")
+    os.utime(cache / "panels" / "folder-0-0.panels", (1, 1))
+    _prepared, _ = loaded(model, cache, weights="packed")
+    (file,) = (path for path in panels(cache) if path.is_file())
+    assert str(file) in mappings()
 
 
 def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(
