@@ -132,6 +132,17 @@ def test_files_that_cannot_be_removed_do_not_keep_a_load_from_its_panels(model: 
     assert str(file) in mappings()
 
 
+def test_what_a_killed_start_has_written_is_removed_by_a_start_that_writes_nothing(model: Path, cache: Path) -> None:
+    loaded(model, cache, weights="packed")
+    killed, running = (cache / "panels" / f".writing-{name}" for name in ("killed", "running"))
+    for place in (killed, running):
+        place.mkdir()
+        (place / "made.panels").write_bytes(b"abc")
+    os.utime(killed, (killed.stat().st_mtime - 25 * 3600,) * 2)
+    assert not loaded(model, cache, weights="packed")[1]
+    assert not killed.exists() and running.exists()
+
+
 def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(
     model: Path, cache: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ class PanelsFile:
 
     def read(self, size: int, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
         """Maps the panels, ``size`` bytes, read-only; returns None if there is no file that can be trusted."""
+        remove_abandoned(self.folder)  # no later load may have to write the file
         mapped: dict[Path, Tensor] = {}
 
         def digest(path: Path) -> str:
