@@ -46,11 +46,13 @@ def test_a_later_start_maps_the_panels_and_packs_nothing(
     first, counts = loaded(model, cache, weights="packed")
     assert counts == {"new": 1}
     (file,) = panels(cache)
+    changed = file.stat().st_ctime_ns
     monkeypatch.setattr(Packer, "pack", None)
     monkeypatch.setattr("mlserver_torch_stream.engine.native.weights.pack_groups", None)
     again, counts = loaded(model, cache, weights="packed")
     assert not counts and panels(cache) == [file]
     assert str(file) in mappings()
+    assert file.stat().st_ctime_ns == changed  # in a layer of an image, a new time would copy the file
     assert torch.equal(logits(again), logits(first))
 
 

@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import tempfile
 import time
 from contextlib import suppress
@@ -56,8 +55,6 @@ class PanelsFile:
         for path in kept_files(self.folder, f"{self._stem}-*{PANELS_SUFFIX}", digest):
             panels, stem = mapped[path][:size], mapped[path][size:]
             if bytes(stem.tolist()) == self._stem.encode():  # else it has been renamed
-                with suppress(OSError):  # a read-only folder
-                    os.utime(path)
                 return panels
         return None
 
@@ -95,7 +92,9 @@ class PanelsFile:
         for path in self.folder.glob(f"*{PANELS_SUFFIX}"):
             with suppress(OSError):  # a server maps it, another user owns it, or it has just been removed
                 same_model = path.name.startswith(f"{self.model}-") and path != kept
-                if same_model or path.stat().st_mtime < time.time() - _UNUSED_S:
+                status = path.stat()
+                # No load writes a time of use: in an image's layer that would copy the whole file.
+                if same_model or max(status.st_atime, status.st_mtime) < time.time() - _UNUSED_S:
                     with path.open("r+b") as file:  # over NFS, only a file that can be written can be locked alone
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         path.unlink()
