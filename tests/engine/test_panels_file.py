@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -143,6 +144,19 @@ def test_what_a_killed_start_has_written_is_removed_by_a_start_that_writes_nothi
     os.utime(killed, (killed.stat().st_mtime - 25 * 3600,) * 2)
     assert not loaded(model, cache, weights="packed")[1]
     assert not killed.exists() and running.exists()
+
+
+def test_panels_are_not_written_where_no_later_start_would_use_them(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "panels").mkdir()
+    (cache / "panels").chmod(0o777)
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        open_to_all, _ = loaded(model, cache, weights="packed")
+    assert not panels(cache) and "every user can replace it" in caplog.text
+    (cache / "panels").chmod(0o755)
+    assert torch.equal(logits(loaded(model, cache, weights="packed")[0]), logits(open_to_all))
+    assert len(panels(cache)) == 1
 
 
 def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlserver_torch_stream.engine.kept_files import keep, kept_files, remove_abandoned
+from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files, remove_abandoned
 from mlserver_torch_stream.engine.machine import PANELS_SUFFIX
 from mlserver_torch_stream.engine.mapped_file import map_file
 
@@ -59,12 +59,19 @@ class PanelsFile:
         return None
 
     def keep(self, panels: Tensor, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
-        """Writes the panels and maps them. If the folder cannot be written, logs one line and returns None."""
+        """Writes the panels and maps them.
+
+        If the folder cannot be written, or other users can write to it, logs one line and returns None.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".writing-") as place:
                 made = Path(place, f"made{PANELS_SUFFIX}")
+                made.touch(0o600)
+                if (why := foreign(made)) is not None:  # no load would map it
+                    logger.info("The packed weights are not kept in %s: %s", self.folder, why)
+                    return None
                 with made.open("wb") as file:
                     file.write(panels.numpy().data)
                     file.write(self._stem.encode())
