@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import warnings
@@ -12,9 +13,15 @@ import torch
 from torch import Tensor
 
 
-def map_file(path: Path) -> Tensor:
-    """Returns the bytes of a file, which must not be written to. Raises OSError if the file cannot be read."""
+def map_file(path: Path, *, locks: bool = False) -> Tensor:
+    """Returns the bytes of a file, which must not be written to. Raises OSError if the file cannot be read.
+
+    With ``locks`` the file has a shared lock for as long as it is mapped, if its file system has locks.
+    """
     with path.open("rb") as file:
+        if locks:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the mapping has a duplicate of the descriptor
         if not os.fstat(file.fileno()).st_size:
             return torch.empty(0, dtype=torch.uint8)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

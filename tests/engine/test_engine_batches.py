@@ -231,6 +231,36 @@ def test_a_reader_of_a_character_of_three_tokens_waits_for_one_step_with_prompts
 
 
 @pytest.mark.long
+def test_characters_of_several_streams_do_not_keep_a_prompt_out(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch
+) -> None:
+    """A step of decoding takes 40 ms of a target of 100 ms. At each step, a reader has waited for two of them."""
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.1)
+    watch.fail = lambda call: time.sleep(0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1))
+
+    def add(prompt: tuple[int, ...], count: int) -> RequestState:
+        mailbox = Mailbox(loop, 1, lambda mailbox: None)
+        batcher.add(request := RequestState(EngineRequest(prompt, greedy(count)), mailbox, codec, (), LONG))
+        return request
+
+    def step() -> None:
+        with torch.inference_mode():
+            batcher.step(lambda sequences: [each.take_events() for each in sequences], lambda: False, lambda: None)
+
+    with dictated(model, spelled("日本語"), prompt=5):
+        streams = []
+        for seed in range(3):  # each is a token behind the one before it
+            streams.append(add(prompt_of(5, seed), 200))
+            step()
+        for _ in range(9):
+            step()
+        late = add(prompt_of(60, 3), 1)
+        for _ in range(60):
+            step()
+    assert late.finished and not any(stream.finished for stream in streams)
+
+
+@pytest.mark.long
 def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
     model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch
 ) -> None:

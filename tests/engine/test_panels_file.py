@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,11 +47,13 @@ def test_a_later_start_maps_the_panels_and_packs_nothing(
     first, counts = loaded(model, cache, weights="packed")
     assert counts == {"new": 1}
     (file,) = panels(cache)
+    changed = file.stat().st_ctime_ns
     monkeypatch.setattr(Packer, "pack", None)
     monkeypatch.setattr("mlserver_torch_stream.engine.native.weights.pack_groups", None)
     again, counts = loaded(model, cache, weights="packed")
     assert not counts and panels(cache) == [file]
     assert str(file) in mappings()
+    assert file.stat().st_ctime_ns == changed  # in a layer of an image, a new time would copy the file
     assert torch.equal(logits(again), logits(first))
 
 
@@ -99,6 +103,60 @@ def test_other_code_writes_panels_of_its_own_and_removes_the_old_ones(
     monkeypatch.setattr(panels_file, "_layout", lambda: "other")
     loaded(model, cache, weights="packed")
     assert len(panels(cache)) == 2 and used in panels(cache) and old[0] not in panels(cache)
+
+
+def test_panels_that_a_server_maps_are_neither_removed_nor_replaced(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other code packs anew, and so does a load whose record is gone."""
+    first, _ = loaded(model, cache, weights="packed")
+    (file,) = panels(cache)
+    inode = file.stat().st_ino
+    shutil.rmtree(cache / "records")
+    second, counts = loaded(model, cache, weights="packed")
+    assert counts == {"new": 1} and panels(cache) == [file] and file.stat().st_ino == inode
+    monkeypatch.setattr(panels_file, "_layout", lambda: "other")
+    third, _ = loaded(model, cache, weights="packed")
+    assert file in panels(cache) and len(panels(cache)) == 2
+    assert "(deleted)" not in "".join(line for line in mappings().splitlines() if str(cache) in line)
+    assert torch.equal(logits(first), logits(second)) and torch.equal(logits(first), logits(third))
+    del first, second, third
+    monkeypatch.setattr(panels_file, "_layout", lambda: "third")
+    loaded(model, cache, weights="packed")
+    assert len(panels(cache)) == 1 and file not in panels(cache)
+
+
+def test_files_that_cannot_be_removed_do_not_keep_a_load_from_its_panels(model: Path, cache: Path) -> None:
+    (cache / "panels" / "folder-0-0.panels").mkdir(parents=True)
+    (cache / "panels" / "link-0-0.panels").symlink_to("nowhere")
+    os.utime(cache / "panels" / "folder-0-0.panels", (1, 1))
+    _prepared, _ = loaded(model, cache, weights="packed")
+    (file,) = (path for path in panels(cache) if path.is_file())
+    assert str(file) in mappings()
+
+
+def test_what_a_killed_start_has_written_is_removed_by_a_start_that_writes_nothing(model: Path, cache: Path) -> None:
+    loaded(model, cache, weights="packed")
+    killed, running = (cache / "panels" / f".writing-{name}" for name in ("killed", "running"))
+    for place in (killed, running):
+        place.mkdir()
+        (place / "made.panels").write_bytes(b"abc")
+    os.utime(killed, (killed.stat().st_mtime - 25 * 3600,) * 2)
+    assert not loaded(model, cache, weights="packed")[1]
+    assert not killed.exists() and running.exists()
+
+
+def test_panels_are_not_written_where_no_later_start_would_use_them(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "panels").mkdir()
+    (cache / "panels").chmod(0o777)
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        open_to_all, _ = loaded(model, cache, weights="packed")
+    assert not panels(cache) and "every user can replace it" in caplog.text
+    (cache / "panels").chmod(0o755)
+    assert torch.equal(logits(loaded(model, cache, weights="packed")[0]), logits(open_to_all))
+    assert len(panels(cache)) == 1
 
 
 def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(

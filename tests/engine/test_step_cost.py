@@ -172,6 +172,28 @@ def test_the_share_of_keys_in_the_time_of_a_prompt_token_is_learnt() -> None:
     assert budget.fitting(budget.cost, 2000) == pytest.approx(65, rel=0.2)
 
 
+def test_a_slow_first_step_of_decoding_is_forgotten() -> None:
+    """Beside that step, the next prompt seems to take less than no time."""
+    cost = StepCost()
+    for prompt, rows, seconds in ((512, 0, 2.0), (0, 1, 1.5), (16, 1, 0.2)):
+        cost.note(prompt, rows, seconds, prompt * prompt / 2)
+    for _ in range(90):
+        cost.note(0, 1, 0.05)
+        cost.note(64, 1, 0.05 + 64 * 0.004, 64 * 32)
+    budget = cost.budget(0.25, 1)
+    assert budget.fitting(budget.cost, 0) == pytest.approx(50, rel=0.3)
+
+
+@given(STEPS)
+def test_any_times_keep_the_share_of_keys_within_what_a_prompt_token_takes(steps: list[tuple[int, int, float]]) -> None:
+    cost = StepCost()
+    for prompt, decoding, seconds in steps:
+        if prompt or decoding:
+            cost.note(prompt, decoding, seconds, prompt * prompt / 2)
+    sizes = [prompt / 2 for prompt, _, _ in steps if prompt]
+    assert 0 <= cost.per_key * min(sizes, default=1.0) <= 3 + 1e-6
+
+
 @given(st.floats(0.5, 1e4), st.floats(0, 0.1), st.integers(0, 10_000))
 def test_the_tokens_that_fit_a_budget_are_the_most_that_cost_no_more(cost: float, per_key: float, start: int) -> None:
     budget = PromptBudget(cost, per_key)

@@ -223,6 +223,24 @@ def test_a_stop_string_ends_the_answer_here_and_the_sequence_in_the_worker(start
     assert built.engine.load == 0
 
 
+def test_tokens_that_the_worker_sends_behind_a_stop_string_are_dropped(start: Start) -> None:
+    """The worker generates until it is told to stop; here the server is busy meanwhile."""
+    built = start(step_s=0.02)
+    text = built.codec.decode(answer(list(PROMPT), 8), True)
+
+    async def scenario() -> list[TokenEvent]:
+        stream = built.engine.submit([EngineRequest(PROMPT, greedy(400, stop=(text[3:],), logprobs=True))])
+        events = [await anext(stream)]
+        built.engine._inbox.post(lambda: time.sleep(0.5))
+        return events + [event async for event in stream]
+
+    events = run(scenario())
+    assert ("".join(event.text for event in events), events[-1].finish_reason) == (text[:3], FinishReason.STOP)
+    assert events[-1].usage is not None and events[-1].usage.num_output_tokens == 8
+    assert [token for event in events for token in event.token_ids] == answer(list(PROMPT), 8)
+    assert sum(len(event.logprobs) for event in events) == 8
+
+
 @pytest.mark.parametrize(
     ("kind", "source"),
     [

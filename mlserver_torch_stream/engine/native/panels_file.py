@@ -7,9 +7,9 @@ file, so a damaged file is found.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
-import os
 import tempfile
 import time
 from contextlib import suppress
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from mlserver_torch_stream.engine.kept_files import keep, kept_files, remove_abandoned
+from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files, remove_abandoned
 from mlserver_torch_stream.engine.machine import PANELS_SUFFIX
 from mlserver_torch_stream.engine.mapped_file import map_file
 
@@ -34,7 +35,8 @@ class PanelsFile:
     """The file in ``folder`` with the panels of a model's weights.
 
     ``model`` and ``weights`` are digests without ``-``: of the model's content, and of its files with their times.
-    ``folder`` has one file for each model at most, and none that no load has used for 30 days.
+    ``folder`` has one file for each model at most, and none that no load has used for 30 days, apart from the files
+    that a server maps: on a network file system, a read of a file that is gone would kill that server by SIGBUS.
     """
 
     folder: Path
@@ -43,30 +45,40 @@ class PanelsFile:
 
     def read(self, size: int, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
         """Maps the panels, ``size`` bytes, read-only; returns None if there is no file that can be trusted."""
+        remove_abandoned(self.folder)  # no later load may have to write the file
         mapped: dict[Path, Tensor] = {}
 
         def digest(path: Path) -> str:
-            mapped[path] = map_file(path)
+            mapped[path] = map_file(path, locks=True)
             return _digest(mapped[path], kernels, threads)
 
         for path in kept_files(self.folder, f"{self._stem}-*{PANELS_SUFFIX}", digest):
             panels, stem = mapped[path][:size], mapped[path][size:]
             if bytes(stem.tolist()) == self._stem.encode():  # else it has been renamed
-                with suppress(OSError):  # a read-only folder
-                    os.utime(path)
                 return panels
         return None
 
     def keep(self, panels: Tensor, kernels: ctypes.CDLL, threads: int) -> Tensor | None:
-        """Writes the panels and maps them. If the folder cannot be written, logs one line and returns None."""
+        """Writes the panels and maps them.
+
+        If the folder cannot be written, or other users can write to it, logs one line and returns None.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".writing-") as place:
                 made = Path(place, f"made{PANELS_SUFFIX}")
+                made.touch(0o600)
+                if (why := foreign(made)) is not None:  # no load would map it
+                    logger.info("The packed weights are not kept in %s: %s", self.folder, why)
+                    return None
                 with made.open("wb") as file:
                     file.write(panels.numpy().data)
                     file.write(self._stem.encode())
+                other = self.read(len(panels), kernels, threads)
+                if other is not None and torch.equal(other, panels):  # of a server that packed at the same time
+                    return other
+                del other  # with its lock
                 # The digest of each load covers all bytes, so the load need not wait until the disk has them.
                 kept = keep(
                     made, self.folder, self._stem, lambda path: _digest(map_file(path), kernels, threads), False
@@ -74,7 +86,7 @@ class PanelsFile:
             if kept is None:
                 return None
             self._forget_others(kept)
-            return map_file(kept)[: len(panels)]
+            return map_file(kept, locks=True)[: len(panels)]
         except OSError as error:
             logger.info("The packed weights are not kept: %s cannot be written: %s", self.folder, error.strerror)
             return None
@@ -85,9 +97,14 @@ class PanelsFile:
 
     def _forget_others(self, kept: Path) -> None:
         for path in self.folder.glob(f"*{PANELS_SUFFIX}"):
-            same_model = path.name.startswith(f"{self.model}-") and path != kept
-            if same_model or path.stat().st_mtime < time.time() - _UNUSED_S:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):  # a server maps it, another user owns it, or it has just been removed
+                same_model = path.name.startswith(f"{self.model}-") and path != kept
+                status = path.stat()
+                # No load writes a time of use: in an image's layer that would copy the whole file.
+                if same_model or max(status.st_atime, status.st_mtime) < time.time() - _UNUSED_S:
+                    with path.open("r+b") as file:  # over NFS, only a file that can be written can be locked alone
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
 
 
 @cache

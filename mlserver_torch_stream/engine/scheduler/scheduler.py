@@ -259,6 +259,11 @@ class Scheduler:
         """The number of requests whose prompt is being computed."""
         return len(self.admitted) - self.running_sequences
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt waits, is being computed or, after a preemption, is to be computed again."""
+        return bool(self.waiting) or any(not scheduled.decodes for scheduled in self.admitted)
+
     # --- the plan of a step ---
 
     def schedule(self, busy: Busy = (), prompt_budget: PromptBudget | None = None) -> StepPlan:
@@ -348,7 +353,7 @@ class Scheduler:
             if scheduled in decoding and (drafts := self._drafts(scheduled.sequence, len(decoding))):
                 most = scheduled.request.max_tokens - len(scheduled.sequence.tokens) - 1
                 made[scheduled] = drafts[: max(0, most)]
-        if made and (self.waiting or any(not scheduled.decodes for scheduled in self.admitted)):
+        if made and self.has_prompts:
             return {scheduled: draft.reserve(drafts) for scheduled, drafts in made.items()}
         return made
 

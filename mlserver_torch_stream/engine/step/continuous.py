@@ -37,6 +37,8 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
+_CHARACTER_STEPS = 3  # after the first token of a character, which has at most four
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
@@ -160,6 +162,7 @@ class ContinuousBatcher(Batcher):
         self._busy: set[SequenceState] = set()  # sequences of steps in flight
         self._alone_since = 0.0  # when another engine last released the device
         self._others = 0  # other engines that use the device in turn with this one
+        self._kept_out = 0  # steps in a row that computed no prompt because of incomplete characters
 
     # --- requests ---
 
@@ -222,13 +225,18 @@ class ContinuousBatcher(Batcher):
     def _schedule(self) -> StepPlan:
         running = self._scheduler.running_sequences
         rows = -(-running // self._flights.most)  # decode rows of one of the steps in flight
-        return self._scheduler.schedule(self._busy, self._prompt_budget(rows))
+        waits, budget = self._scheduler.has_prompts, self._prompt_budget(rows)
+        plan = self._scheduler.schedule(self._busy, budget)
+        keeps_out = waits and budget is not None and not budget.least and not plan.prompt_tokens
+        self._kept_out = self._kept_out + 1 if keeps_out else 0
+        return plan
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
         """Returns the limit on the prompt tokens of a step in which ``rows`` rows decode; None means no limit.
 
         If other engines use the device in turn, their streams wait for this step, too, so each engine gets a share of
-        the target. If a character of a stream is incomplete, its reader has waited since the last event.
+        the target. If a character of a stream is incomplete, its reader has waited since the last event. Characters of
+        several streams overlap, so they keep prompts out only until each character can be complete.
         """
         if self._step_target is None or not (rows or self._others):
             return None
@@ -237,7 +245,7 @@ class ContinuousBatcher(Batcher):
             sequence = scheduled.sequence
             if not sequence.tokens:
                 waited = max(waited, now - sequence.waits_since)
-            elif sequence.splits_character and scheduled.decodes:
+            elif self._kept_out < _CHARACTER_STEPS and sequence.splits_character and scheduled.decodes:
                 spent = max(spent, now - sequence.waits_since)
         target = self._step_target / (1 + self._others)
         return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)

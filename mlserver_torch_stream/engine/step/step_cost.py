@@ -19,6 +19,7 @@ _KEPT_ROWS = 0.98  # the factor for the weight of earlier steps: about the last 
 _KEPT_PROMPTS = 0.9  # the factor for steps with prompts: about the last ten count
 _KEPT_KEYS = 0.99  # the factor for the share of keys in a prompt token's time, which changes little
 _KEY_SPREAD = 1e4  # sum of squared distances of the prompts' mean numbers of keys from their mean
+_MOST_OF_KEYS = 0.75  # the largest share of keys in the mean time of a prompt token
 _KEPT_ERRORS = 0.95  # the factor for the relative errors of earlier predictions: about the last twenty count
 
 # A step that takes longer than predicted by three mean errors should still end within 1.25 times the target.
@@ -106,7 +107,7 @@ class StepCost:
                 self._errors.note(0.0, min(1.0, abs(seconds / expected - 1)))
         if prompt_tokens:
             beyond = seconds - self.of(rows)
-            self._keys.note(keys / prompt_tokens, beyond / prompt_tokens)
+            self._keys.note(keys / prompt_tokens, max(0.0, beyond) / prompt_tokens)
             counted = prompt_tokens + self.per_key * keys
             line.note(counted, beyond)
             self._largest = max(counted, _KEPT_PROMPTS * self._largest)
@@ -137,10 +138,11 @@ class StepCost:
         """How much time each earlier key adds to a prompt token, relative to the time of a token without earlier
         keys."""
         line = self._keys
-        if not line.weight:
+        # Prompts can seem to take no time, if the steps without them were slow.
+        if not line.weight or not line.size or line.seconds <= _MIN_SLOPE:
             return 0.0
-        added = line.slope(0.0, _KEY_SPREAD)
-        return added / max(line.seconds - added * line.size, line.seconds / 4, _MIN_SLOPE)
+        added = min(line.slope(0.0, _KEY_SPREAD), _MOST_OF_KEYS * line.seconds / line.size)
+        return added / (line.seconds - added * line.size)
 
     @property
     def _per_prompt_token(self) -> float:

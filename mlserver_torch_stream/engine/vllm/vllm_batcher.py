@@ -266,7 +266,7 @@ class VllmBatcher(Batcher):
     def _take(self, output: Output) -> SequenceState | None:
         """Adds its new tokens to a sequence. Returns None if the sequence has already ended on this side."""
         sequence = self._running.get(output.number)
-        if sequence is None:
+        if sequence is None or sequence.finish_reason is not None:  # its abort follows these outputs
             return None
         request = self._requests[output.number]
         if output.scores is not None:
