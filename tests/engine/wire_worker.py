@@ -132,7 +132,8 @@ class _Worker:
             self.waiting = [each for each in self.waiting if each.number not in gone]
             self.running = [each for each in self.running if each.number not in gone]
         elif header["t"] == "load_adapter" and not self.args.get("silent"):
-            time.sleep(self.args.get("load_s", 0))
+            while (gate := self.args.get("load_gate")) and not Path(gate).exists():
+                time.sleep(0.01)
             error = None if Path(header["path"]).is_dir() else f"no adapter in {header['path']}"
             if error is None:
                 self.adapters[header["id"]] = header["name"]
