@@ -302,6 +302,16 @@ def watched(model: PreTrainedModel) -> Iterator[Watch]:
         watch.remove()
 
 
+def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
+    """For ``Watch.fail``: each forward waits until the readers on the loop have received all earlier events."""
+
+    async def turns() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    return lambda ids: asyncio.run_coroutine_threadsafe(turns(), loop).result(30)
+
+
 def spelled(text: str) -> list[int]:
     """Returns the ids of the text, one for each byte."""
     return [int(token) for token in byte_tokenizer().encode(text, add_special_tokens=False)]
