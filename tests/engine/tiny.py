@@ -187,7 +187,7 @@ def greedy(count: int, **changes: Any) -> SamplingParameters:
     return SamplingParameters(max_tokens=count, ignore_eos=True, **changes)
 
 
-def run(coroutine: Any, timeout: float = 60) -> Any:
+def run(coroutine: Any, timeout: float = 180) -> Any:
     async def bounded() -> Any:
         return await asyncio.wait_for(coroutine, timeout)
 
