@@ -193,7 +193,7 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
         await until(lambda: idle(engine), "an idle engine")
 
     with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine), timeout=20)
+        run(scenario(engine))
 
 
 @pytest.mark.long
