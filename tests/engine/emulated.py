@@ -42,8 +42,8 @@ class Busy:
     """Records how many stages compute at the same time.
 
     The first forwards meet: the first one waits in the last stage, the second one in the stage before it, and so on,
-    until all stages are occupied. At most one forward per stage has to be launched for that. A sleep stands for the
-    work of a device, as it needs no core.
+    until all stages are occupied. For that, one forward for each stage has to be in flight. A sleep stands for the work
+    of a device, as it needs no core.
     """
 
     def __init__(self, model: PreTrainedModel, seconds: float) -> None:
