@@ -457,8 +457,11 @@ def test_a_shutdown_before_vllm_is_started_again_ends_the_wait(
     run(until(lambda: not any(each.is_alive() for each in waiting), "the end of the wait"))
 
 
-def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
-    built = start(die_after=1, start_s=0.5)
+def test_an_engine_that_is_starting_again_says_so(start: Start, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    built = start(die_after=1, start_gate=str(gate))
+    gate.unlink()
 
     async def refused() -> None:
         event = (await collect(built.engine, [EngineRequest(PROMPT, greedy(9))]))[0]  # type: ignore[arg-type]
@@ -466,6 +469,7 @@ def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
         assert built.engine.trouble == "vLLM is being started again"
         with pytest.raises(NotServing, match="vLLM is being started again"):
             built.engine.submit([EngineRequest(PROMPT, greedy(1))])
+        gate.touch()
         await until(lambda: built.engine.trouble is None, "the next worker")
 
     run(refused())
