@@ -416,8 +416,8 @@ def test_the_records_of_events_that_end_together_are_deleted_by_one_request(tmp_
                     assert (await found.post(_s3(f"in/{number}.txt"))).status_code == 202
                 for announced in found.announced:
                     await announced.done()
-                while not deletions:
-                    await asyncio.sleep(0.01)
+                assert found.listener._deletion is not None
+                await found.listener._deletion
         assert [body.count(b"<Key>") for body in deletions] == [5]
 
     asyncio.run(asyncio.wait_for(act(), _SOON_S))

@@ -27,11 +27,16 @@ LONG = 10_000  # tokens, which take many seconds: no answer of them ends while a
 _MEET_S = 30.0  # far longer than forwards of tiny models need to reach their stages
 
 
-def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrainedModel:
-    """Returns the model with its layers mapped to ``stages`` devices; a tied head is on the device of the embedding."""
+def laid_out(model: PreTrainedModel, stages: int, tied: bool = False, in_order: bool = False) -> PreTrainedModel:
+    """Returns the model with its layers mapped to ``stages`` devices; a tied head is on the device of the embedding.
+
+    The rotary embedding, which a forward computes before the first layer, is on the last device; with ``in_order`` it
+    is on the first one, so that a forward visits the stages in their order.
+    """
     count = len(model.model.layers)
     places = {f"model.layers.{index}": index * stages // count for index in range(count)}
     rest = {name: stages - 1 for name, _ in model.model.named_children() if name not in ("layers", "embed_tokens")}
+    rest |= {"rotary_emb": 0} if in_order else {}
     last = {"lm_head": 0 if tied else stages - 1}
     model.hf_device_map = {"model.embed_tokens": 0, **places, **{f"model.{name}": at for name, at in rest.items()}}
     model.hf_device_map |= last
@@ -39,7 +44,7 @@ def laid_out(model: PreTrainedModel, stages: int, tied: bool = False) -> PreTrai
 
 
 class Busy:
-    """Records how many stages compute at the same time.
+    """Records how many stages compute at the same time. The model must be laid out with ``in_order``.
 
     The first forwards meet: the first one waits in the last stage, the second one in the stage before it, and so on,
     until all stages are occupied. For that, one forward for each stage has to be in flight. A sleep stands for the work

@@ -74,7 +74,7 @@ def test_the_tokens_of_one_device(family: str) -> None:
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
-    model = laid_out(tiny_model("llama", num_hidden_layers=4), stages)
+    model = laid_out(tiny_model("llama", num_hidden_layers=4), stages, in_order=True)
     requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
     busy = Busy(model, 0.004)
@@ -86,7 +86,7 @@ def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
 
 @pytest.mark.long
 def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> None:
-    model = laid_out(tiny_model("llama"), 2)
+    model = laid_out(tiny_model("llama"), 2, in_order=True)
     requests = [(prompt_of(5, i), 30) for i in range(2)]
     expected = [reference(model, *request) for request in requests]
     with torch.inference_mode():
@@ -141,7 +141,7 @@ def test_who_is_in_no_stage_yet_holds_up_nobody() -> None:
 
 @pytest.mark.long
 def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
-    model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
+    model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True, in_order=True)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
     busy = Busy(model, 0.001)
     with pipelined(model, busy.pipeline) as (engine, _):
@@ -168,7 +168,7 @@ def test_sequences_are_spread_over_as_many_batches_as_there_are_stages() -> None
 
 
 def test_prompts_are_prefilled_side_by_side() -> None:
-    model = laid_out(tiny_model("llama"), 3)
+    model = laid_out(tiny_model("llama"), 3, in_order=True)
     busy = Busy(model, 0.004)
     with pipelined(model, busy.pipeline, prefill_tokens=8) as (engine, _):
         requests = [(prompt_of(40, i), 1) for i in range(3)]  # one token each: nothing is ever decoded
@@ -485,7 +485,7 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
 @pytest.mark.long
 def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() -> None:
     """Otherwise one engine would remove weights from a device while the other one's forward uses them."""
-    model = laid_out(tiny_model("llama"), 3)
+    model = laid_out(tiny_model("llama"), 3, in_order=True)
     expected = [reference(model, *request) for request in REQUESTS]
 
     async def scenario(*engines: EngineCore) -> None:
@@ -513,7 +513,7 @@ def test_stages_are_read_off_the_map() -> None:
 
 
 def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> None:
-    model = laid_out(tiny_model("llama"), 3)
+    model = laid_out(tiny_model("llama"), 3, in_order=True)
     pipeline = Pipeline(read_stages(model), serial_python=False)
     kept: list[torch.Tensor] = []
     begun: list[torch.Tensor] = []
