@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,8 +24,20 @@ def alive(pid: int) -> bool:
         return False
 
 
+def child_pids(parent: int) -> list[int]:
+    """Returns the pids of the processes that this process has started; its threads may end meanwhile."""
+    found: list[int] = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, children.read_text().split())
+    return found
+
+
 def rank_pids(parent: int) -> list[int]:
     """Returns the pids of the ranks that this process has started."""
-    tasks = Path(f"/proc/{parent}/task").glob("*/children")
-    pids = [int(child) for task in tasks for child in task.read_text().split()]
-    return [each for each in pids if b"engine.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    found = []
+    for each in child_pids(parent):
+        with suppress(OSError):
+            if b"engine.rank_main" in Path(f"/proc/{each}/cmdline").read_bytes():
+                found.append(each)
+    return found

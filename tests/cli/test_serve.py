@@ -129,7 +129,7 @@ def test_a_server_on_an_ipv6_host_is_announced_and_answers_on_every_port(tiny_mo
 
 def test_the_ports_of_an_ipv6_host_are_looked_at_there() -> None:
     with socket.socket(socket.AF_INET6) as holder:
-        holder.bind(("::1", 0))
+        holder.bind(("::1", *free_ports(1)))
         holder.listen()
         port = holder.getsockname()[1]
         assert not is_free("::1", port) and is_free(HOST, port)

@@ -210,7 +210,7 @@ def test_faults_of_a_store_that_pass_leave_no_trace_but_a_count(
 ) -> None:
     with faulty_server({"/o/a.jsonl": b'{"prompt": "abc"}\n' * 3}) as objects:
         objects.faults["/o/a.jsonl"] = [Fault(kind)]
-        assert cloud("run", "--input", f"{objects.url}/o/a.jsonl", "--url", server.url, *_QUICK, "--stall", "0.5") == 0
+        assert cloud("run", "--input", f"{objects.url}/o/a.jsonl", "--url", server.url, *_QUICK) == 0
     out, err = capsys.readouterr()
     assert [row["line"] for row in _lines(out)] == [1, 2, 3] and "1 retries" in err
 

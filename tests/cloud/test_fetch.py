@@ -60,7 +60,7 @@ def test_faults_that_pass_are_survived_byte_for_byte(server: FaultyServer, kind:
 
 def test_a_stall_is_noticed_and_the_rest_is_fetched_from_where_it_stopped(server: FaultyServer) -> None:
     server.faults["/bucket/a.bin"] = [Fault("stall")]
-    body, _ = _fetch(server, stall_s=0.3)
+    body, _ = _fetch(server, stall_s=1.0)
     assert body == _BODY
     first, second = server.gets("/bucket/a.bin")
     assert first is None and second is not None and 0 < int(second[len("bytes=") :].split("-")[0]) <= len(_BODY) // 2

@@ -16,7 +16,7 @@ from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.handlers import counted, predictions, rows, told, write
 from tests.cloud.sparse import MIB, SparseBucket, made, sparse_bucket
 from tests.torchserve.workshop import write_mar
-from tests.waiting import alive, wait_until
+from tests.waiting import alive, child_pids, wait_until
 
 _SHIM = ("--extra", '{"ts": "shim"}')
 
@@ -166,8 +166,7 @@ def test_killed_in_the_middle_of_an_object_it_goes_on_and_writes_the_same_bytes(
 
 
 def _descendants(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for task in tasks for child in task.read_text().split()]
+    found = child_pids(pid)
     return found + [each for child in found for each in _descendants(child)]
 
 

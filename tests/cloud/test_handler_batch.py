@@ -36,15 +36,18 @@ def test_a_batch_needs_the_key_and_its_requests_are_closed_when_it_is_cancelled(
     asyncio.run(_cancelled(write(tmp_path / "h", _ENDLESS)))
 
 
-_NAPS = """
+# A batch ends when the test has created its file.
+_HELD = """
 import pathlib, time
 
 def handle(data, context):
     if data is None:
         return None
+    name = "+".join(bytes(row["body"]).decode() for row in data)
     with (pathlib.Path(__file__).parent / "notes").open("a") as notes:
-        notes.write("+".join(bytes(row["body"]).decode() for row in data) + " ")
-    time.sleep(0.3)
+        notes.write(name + " ")
+    while not (pathlib.Path(__file__).parent / f"go-{name}").exists():
+        time.sleep(0.01)
     return ["done"] * len(data)
 """
 
@@ -53,13 +56,14 @@ def handle(data, context):
 def test_while_a_worker_runs_a_batch_the_next_one_waits_in_its_queue_and_no_batch_is_split_or_joined(
     tmp_path: Path,
 ) -> None:
-    handler = write(tmp_path / "h", _NAPS)
-    assert asyncio.run(_waiting(handler, ["0", "1"], ["2"], ["3", "4"], ["5"])) == {1, 2}
+    handler = write(tmp_path / "h", _HELD)
+    waiting = asyncio.run(asyncio.wait_for(_waiting(handler, ["0", "1"], ["2"], ["3", "4"], ["5"]), 120))
+    assert waiting == {"0+1": 1, "2": 2, "3+4": 1, "5": 0}
     assert (tmp_path / "h" / "notes").read_text().split() == ["0+1", "2", "3+4", "5"]
 
 
-async def _waiting(handler: Path, *batches: list[str]) -> set[int]:
-    """Sends the batches at once. Returns the different numbers of their rows that were seen waiting in the queue."""
+async def _waiting(handler: Path, *batches: list[str]) -> dict[str, int]:
+    """Sends the batches at once. Returns how many rows wait in the queue while each of them runs."""
     extra = {"ts": "shim", "batchSize": 2, "maxBatchDelay": 0, "jobQueueSize": 1000}
     async with child_server("TorchServeRuntime", str(handler), extra, RunMetrics()) as child:
         endpoint = ServerEndpoint(child.url, NAME, objects=ObjectRequest(), batches=True, key=child.key)
@@ -67,13 +71,17 @@ async def _waiting(handler: Path, *batches: list[str]) -> set[int]:
         assert isinstance(backend, BatchBackend)
         rows = [[Row(int(text), text, None, "", data=text.encode()) for text in batch] for batch in batches]
         answers = asyncio.gather(*(backend(batch) for batch in rows))
-        found = set()
+        notes, found = handler.parent / "notes", dict[str, int]()
         while not answers.done():
-            found.add((await backend.describe())["jobQueueStatus"]["pendingRequests"])
+            begun = notes.read_text().split() if notes.exists() else []
+            pending = (await backend.describe())["jobQueueStatus"]["pendingRequests"]
+            if begun and begun[-1] not in found and (pending or len(begun) == len(batches)):
+                found[begun[-1]] = pending
+                (handler.parent / f"go-{begun[-1]}").touch()
             await asyncio.sleep(0.01)
         assert all(each.failure is None for batch in await answers for each in batch)
         await backend.aclose()
-    return found - {0}
+    return found
 
 
 async def _cancelled(handler: Path) -> None:

@@ -32,6 +32,7 @@ from mlserver_torch_stream.cloud.rows import Outcome, Row, RunRefused, StoreUnav
 from mlserver_torch_stream.cloud.sns import SnsVerifier
 from mlserver_torch_stream.cloud.store import Store, storage_account
 from mlserver_torch_stream.cloud.watch import Announced, Watcher
+from tests import plain_http
 from tests.certificates import Authority
 from tests.cloud.command import cloud, finish, start
 from tests.cloud.faulty import faulty_server
@@ -111,7 +112,7 @@ class Listening:
 
     async def post(self, body: Any, headers: dict[str, str] | None = None, **options: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with httpx.AsyncClient(trust_env=False, **options) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=_SOON_S, **options) as client:
             return await client.post(self.url, content=content, headers=headers)
 
 
@@ -415,8 +416,8 @@ def test_the_records_of_events_that_end_together_are_deleted_by_one_request(tmp_
                     assert (await found.post(_s3(f"in/{number}.txt"))).status_code == 202
                 for announced in found.announced:
                     await announced.done()
-                while not deletions:
-                    await asyncio.sleep(0.01)
+                assert found.listener._deletion is not None
+                await found.listener._deletion
         assert [body.count(b"<Key>") for body in deletions] == [5]
 
     asyncio.run(asyncio.wait_for(act(), _SOON_S))
@@ -608,8 +609,8 @@ def test_an_accepted_event_has_its_result_though_the_watcher_is_killed_and_an_ev
     _put(bucket, {"in/a.txt": b"hello"})
     process, url = _start(bucket, server)
     try:
-        assert httpx.post(url, json=_s3("in/a.txt", bucket=bucket)).status_code == 202
-        assert httpx.post(url, json=_s3("in/a.txt", bucket=bucket)).status_code == 202
+        assert plain_http.post(url, json=_s3("in/a.txt", bucket=bucket)).status_code == 202
+        assert plain_http.post(url, json=_s3("in/a.txt", bucket=bucket)).status_code == 202
         deadline = time.monotonic() + _SOON_S
         while not server.asked and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -622,8 +623,8 @@ def test_an_accepted_event_has_its_result_though_the_watcher_is_killed_and_an_ev
     metrics = tmp_path / "metrics.json"
     process, url = _start(bucket, server, "--limit", "3", "--metrics", metrics, "--poll", "0.1")
     try:
-        assert httpx.post(url, json=_s3("out/result.jsonl", bucket=bucket)).status_code == 403
-        assert httpx.post(url, json=_s3("in/a.txt", bucket=bucket)).status_code == 202
+        assert plain_http.post(url, json=_s3("out/result.jsonl", bucket=bucket)).status_code == 403
+        assert plain_http.post(url, json=_s3("in/a.txt", bucket=bucket)).status_code == 202
     finally:
         status, _, err = finish(process)
     assert status == 0 and server.answered == ["hello"] and "1 events were refused" in err

@@ -155,12 +155,16 @@ def test_a_lone_row_does_not_wait_for_others_longer_than_it_may() -> None:
 
 
 def test_batches_side_by_side_are_bounded() -> None:
-    running, most = 0, 0
+    """The first batches end only when three are running."""
+    running, most, met = 0, 0, asyncio.Event()
 
     async def watch(rows: Sequence[Row]) -> list[Outcome]:
         nonlocal running, most
         running += 1
         most = max(most, running)
+        if running == 3:
+            met.set()
+        await asyncio.wait_for(met.wait(), 20)
         await asyncio.sleep(0.002)
         running -= 1
         return await _echo(rows)

@@ -149,7 +149,7 @@ def test_an_earlier_result_is_looked_for_while_the_object_is_read(there: bool) -
         def do_HEAD(self) -> None:
             if "/result-" not in self.path:
                 return self.answer(200, b"hello", seen)
-            beside.append(read.wait(5.0))
+            beside.append(read.wait(_SOON_S))
             self.answer(200 if there else 404, headers=seen)
 
         def do_GET(self) -> None:

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from mlserver_torch_stream.cloud.rows import Outcome, Row
 from mlserver_torch_stream.cloud.store import Store, settle
 from mlserver_torch_stream.cloud.tables import Tables
 from mlserver_torch_stream.cloud.watch import Announced, Watcher
+from tests import plain_http
 from tests.cloud.archives import tar
 from tests.cloud.command import cloud, finish, joined, start, trouble
 from tests.cloud.handlers import rows
@@ -121,7 +121,7 @@ def _killed(folder: Path, server: ModelServer, kills: int) -> None:
     tables = [
         (f"{name}.csv", "".join(f"{row}\n" for row in ["prompt", *_ROWS] if row[0] in f"p{name}")) for name in "ab"
     ]
-    server.delay = 0.02
+    server.delay = 0.1
     _in(folder, x_tar_gz=tar([(name, text.encode()) for name, text in tables]))
     watch = _watch(folder, server, "--limit", 1, "--part-rows", 4, "--concurrency", 2, "--window", 8)
     for _ in range(kills):
@@ -134,6 +134,7 @@ def _killed(folder: Path, server: ModelServer, kills: int) -> None:
     delivered = {row["response"]["body"]["choices"][0]["text"][::-1] for row in rows(joined(_result(folder)))}
     assert 0 < len(delivered) < len(_ROWS) and not (_result(folder) / "done.json").exists()
     server.asked.clear()
+    server.delay = 0.0
     assert cloud(*watch) == 0
     assert not delivered & set(server.asked) and delivered | set(server.asked) == set(_ROWS)
     found = rows(joined(_result(folder)))
@@ -161,11 +162,11 @@ def test_an_archive_of_an_event_goes_on_from_the_record_of_the_event_after_a_kil
 ) -> None:
     prompts = [f"row {number}" for number in range(40)]
     _put(bucket, {"in/x.zip": _zip([("a.csv", "".join(f"{row}\n" for row in ["prompt", *prompts]).encode())])})
-    server.delay = 0.02
+    server.delay = 0.1
     options = ("--part-rows", 4, "--concurrency", 2, "--window", 8, "--limit", 1)
     process, url = _start(bucket, server, *options)
     try:
-        assert httpx.post(url, json=_s3("in/x.zip", bucket=bucket), trust_env=False).status_code == 202
+        assert plain_http.post(url, json=_s3("in/x.zip", bucket=bucket), trust_env=False).status_code == 202
         wait_until(lambda: bool(_parts_of(bucket)))
     finally:
         process.kill()
@@ -174,6 +175,7 @@ def test_an_archive_of_an_event_goes_on_from_the_record_of_the_event_after_a_kil
     delivered = [row["response"]["body"]["choices"][0]["text"][::-1] for row in _parts_of(bucket)]
     assert 0 < len(delivered) < len(prompts)
     server.asked.clear()
+    server.delay = 0.0
     process, _ = _start(bucket, server, *options)  # which is told of nothing
     assert finish(process)[0] == 0
     assert not set(delivered) & set(server.asked)
@@ -199,7 +201,8 @@ def test_of_two_watchers_that_are_told_of_an_archive_one_infers_it_and_the_other
     done: list[str] = []
 
     async def infer(batch: Sequence[Row]) -> list[Outcome]:
-        await asyncio.sleep(0.05)
+        while not told:  # until the other one waits
+            await asyncio.sleep(0.01)
         asked.extend(row.data.decode() for row in batch)
         return [Outcome({"text": "x"}) for _ in batch]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from functools import partial
@@ -22,7 +23,7 @@ from mlserver_torch_stream.engine.text.answer_format import (
 from mlserver_torch_stream.engine.text.tool_parsers import HermesCalls
 from mlserver_torch_stream.tool_calls import ToolCallDelta, join_calls
 from mlserver_torch_stream.types import MAX_PER_EVENT, FinishReason, SamplingParameters, TokenEvent, add_event
-from tests.engine.tiny import dictated, greedy, prompt_of, run, running, spelled
+from tests.engine.tiny import dictated, greedy, in_step_with, prompt_of, run, running, spelled, watched
 
 _ARGUMENTS = json.dumps({"at": "home"})
 _CALL = '<tool_call>\n{"name": "look", "arguments": ARGS}\n</tool_call>'
@@ -47,9 +48,11 @@ def _events(
     with (
         running(model, context=8192, event_interval=(stream_interval, math.inf)) as engine,
         dictated(model, ids, prompt=5),
+        watched(model) as watch,
     ):
 
         async def scenario() -> list[TokenEvent]:
+            watch.fail = in_step_with(asyncio.get_running_loop())
             return [event async for event in engine.submit([asked])]
 
         return run(scenario())

@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
-from tests.engine.emulated import before_each_forward, decoding, laid_out, pipelined
+from tests.engine.emulated import LONG, before_each_forward, decoding, laid_out, pipelined
 from tests.engine.noted_matchers import note_matchers
 from tests.engine.tiny import Watch, greedy, one_by_one, prompt_of, run, running, tiny_model, tokens_of, until
 
@@ -179,7 +179,7 @@ def test_requests_are_freed_whose_step_reads_pages_of_a_step_that_fails(monkeypa
         return [*refs, *more]
 
     model = laid_out(tiny_model("llama"), 3)
-    with pipelined(model, prefix_bytes=2**20, prefill_tokens=32) as (engine, _):
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=32, context=2 * LONG) as (engine, _):
         before_each_forward(engine, fail)
         try:
             check(engine, scenario)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 import time
 from dataclasses import replace
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine import request_state
 from mlserver_torch_stream.engine.api import EngineRequest, EngineStats, Mailbox
 from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.request_state import RequestState
+from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import FairLock
 from tests.engine.tiny import (
@@ -34,6 +37,7 @@ from tests.engine.tiny import (
     until,
     watched,
 )
+from tests.waiting import wait_until
 
 LONG = 2048
 _SLOW = pytest.mark.slow
@@ -45,6 +49,27 @@ def model() -> PreTrainedModel:
 
 
 TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values of three layers with two heads of 8 floats
+
+
+class Clock:
+    """Stands for ``time`` in the modules that measure steps. It moves only when a forward says how long it takes.
+
+    So what an engine learns of its steps does not depend on the machine.
+    """
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (continuous, request_state):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 async def seen(engine: EngineCore, stats: list[EngineStats]) -> None:
@@ -171,13 +196,15 @@ def test_a_flood_of_short_prompts_does_not_keep_a_stream_waiting(model: PreTrain
 
 
 @pytest.mark.long
-def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(model: PreTrainedModel, watch: Watch) -> None:
+def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(
+    model: PreTrainedModel, watch: Watch, clock: Clock
+) -> None:
     """A prompt token takes 2 ms here, so about 20 of them fit into a target of 50 ms, and all into one of an hour."""
     prompts = [prompt_of(300, seed) for seed in range(2)]
     expected = [reference(model, prompt_of(5), 200), *(reference(model, prompt, 4) for prompt in prompts)]
 
     def take_time(call: list[list[int]]) -> None:
-        time.sleep(0.002 * sum(len(ids) for ids in call if len(ids) > 1))
+        clock.now += 0.001 + 0.002 * sum(len(ids) for ids in call if len(ids) > 1)
 
     async def scenario(engine: EngineCore) -> None:
         watch.stop_at(decodes(engine, 1))
@@ -200,7 +227,7 @@ def test_the_chunks_beside_a_stream_follow_the_target_and_change_no_token(model:
 
 @pytest.mark.long
 def test_a_reader_of_a_character_of_three_tokens_waits_for_one_step_with_prompts(
-    model: PreTrainedModel, watch: Watch
+    model: PreTrainedModel, watch: Watch, clock: Clock
 ) -> None:
     """The target has time for one page of a prompt, at 2 ms a token, and a character is three tokens."""
     ids = spelled("日本語")
@@ -220,7 +247,7 @@ def test_a_reader_of_a_character_of_three_tokens_waits_for_one_step_with_prompts
         chunks = sum(len(row) for row in call if len(row) > 1)
         if prompt_tokens:
             prompt_tokens[-1] += chunks
-        time.sleep(0.002 * chunks)
+        clock.now += 0.001 + 0.002 * chunks
 
     watch.fail = take_time
     options = {"prefill_tokens": 512, "page_size": 16, "context": LONG, "step_target": 0.05}
@@ -262,7 +289,7 @@ def test_characters_of_several_streams_do_not_keep_a_prompt_out(
 
 @pytest.mark.long
 def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
-    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
 ) -> None:
     """Decoding takes 40 ms, twice the target, so a prompt gets a quarter of that time at first, at 1 ms a token."""
     batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.02)
@@ -277,7 +304,10 @@ def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
                 batcher.step(lambda sequences: None, lambda: False, lambda: None)
         return request
 
-    watch.fail = lambda call: time.sleep(0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1))
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += 0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1)
+
+    watch.fail = take_time
     stream = add(prompt_of(5), 500)
     steps = []
     for seed, age in ((1, 0.0), (2, 0.0), (3, 1000.0)):
@@ -290,21 +320,27 @@ def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
 
 @pytest.mark.long
 def test_a_prompt_leaves_time_for_the_streams_of_another_engine_on_the_device(
-    model: PreTrainedModel, watch: Watch
+    model: PreTrainedModel, watch: Watch, clock: Clock
 ) -> None:
-    """A prompt token takes 2 ms, and both engines together take 100 ms, so about 25 tokens fit into a step."""
-    lock, other = FairLock(), tiny_model("llama", seed=1)
+    """A prompt token takes 2 ms, and both engines together take 100 ms, so about 25 tokens fit into a step.
+
+    The engine with the prompt always has to wait for the other one, whose forwards last until it does.
+    """
+    lock, other, answered = FairLock(), tiny_model("llama", seed=1), threading.Event()
 
     async def scenario(engine: EngineCore, streaming: EngineCore, beside: Watch) -> None:
         stream = asyncio.create_task(tokens_of(streaming, prompt_of(5), greedy(230)))
         await beside.hold()
         late = asyncio.create_task(tokens_of(engine, prompt_of(400), greedy(1)))
         await until(lambda: bool(lock._waiting), "the engine that waits")
+        beside.fail = lambda ids: wait_until(lambda: lock._waiting or answered.is_set(), "the engine that waits")
         beside.let_go()
-        await asyncio.gather(stream, late)
+        await late
+        answered.set()
+        await stream
 
     def take_time(call: list[list[int]]) -> None:
-        time.sleep(0.002 * sum(len(row) for row in call if len(row) > 1))
+        clock.now += 0.002 * sum(len(row) for row in call if len(row) > 1)
 
     options = {"prefill_tokens": 512, "context": LONG, "step_target": 0.1, "fair_lock": lock}
     with running(model, **options) as engine, watched(other) as beside, running(other, **options) as streaming:

@@ -529,7 +529,7 @@ def test_a_submit_that_meets_the_end_of_the_thread_is_refused(model: PreTrainedM
             engine.submit([EngineRequest(Late(prompt_of(3)), greedy(2))])
 
     with running(model) as engine:
-        run(scenario(), timeout=10)
+        run(scenario())
 
 
 @pytest.mark.long

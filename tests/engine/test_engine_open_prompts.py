@@ -193,7 +193,7 @@ def test_in_the_serial_engine_an_open_prompt_holds_nobody_up(model: PreTrainedMo
         await until(lambda: idle(engine), "an idle engine")
 
     with running(model, batcher=one_by_one(model)) as engine:
-        run(scenario(engine), timeout=20)
+        run(scenario(engine))
 
 
 @pytest.mark.long
@@ -251,13 +251,13 @@ def test_the_time_in_the_queue_begins_when_the_prompt_is_whole(model: PreTrained
     async def scenario(engine: EngineCore) -> None:
         stream = opened(engine)
         stream.extend(prompt_of(10))
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.2)
         stream.seal(prompt_of(20))
         events = [event async for event in stream]
         assert events[-1].finish_reason is FinishReason.LENGTH
-        assert events[-1].usage is not None and events[-1].usage.queue_s < 0.5 < events[-1].usage.ttft_s
+        assert events[-1].usage is not None and events[-1].usage.queue_s < 1 < events[-1].usage.ttft_s
 
-    run_with_engine(scenario, model, queue_timeout=0.5)
+    run_with_engine(scenario, model, queue_timeout=1.0)
 
 
 def one_sequence(model: PreTrainedModel, length: int) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.engine.tiny import (
     decodes,
     dictated,
     greedy,
+    in_step_with,
     prompt_of,
     run,
     run_with_engine,
@@ -35,16 +35,6 @@ CODEC = TextCodec(byte_tokenizer())
 
 async def events_of(engine: EngineCore, prompt: tuple[int, ...], params: SamplingParameters) -> list[TokenEvent]:
     return [event async for event in engine.submit([EngineRequest(prompt, params)])]
-
-
-def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
-    """For ``Watch.fail``: each forward waits until the readers on the loop have received all earlier events."""
-
-    async def turns() -> None:
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-    return lambda ids: asyncio.run_coroutine_threadsafe(turns(), loop).result(30)
 
 
 def ended(late: Mailbox, sequences: int) -> bool:

@@ -27,6 +27,7 @@ from mlserver_torch_stream.engine.pipeline.stages import Pipeline, read_stages
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher
 from mlserver_torch_stream.types import FinishReason, TokenEvent
 from tests.engine.emulated import (
+    LONG,
     Busy,
     InLaunchOrder,
     before_each_forward,
@@ -53,7 +54,6 @@ from tests.engine.tiny import (
     watched,
 )
 
-LONG = 10_000  # tokens, which take many seconds: no answer of them ends while a test waits for something else
 REQUESTS = [(prompt_of(3 + 5 * i, i), 10 + 3 * i) for i in range(7)]
 
 
@@ -74,7 +74,7 @@ def test_the_tokens_of_one_device(family: str) -> None:
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
-    model = laid_out(tiny_model("llama", num_hidden_layers=4), stages)
+    model = laid_out(tiny_model("llama", num_hidden_layers=4), stages, in_order=True)
     requests = [(prompt_of(5, i), 30) for i in range(2 * stages)]
     expected = [reference(model, prompt, count) for prompt, count in requests]
     busy = Busy(model, 0.004)
@@ -86,31 +86,33 @@ def test_all_stages_work_at_once_and_each_on_one_batch(stages: int) -> None:
 
 @pytest.mark.long
 def test_where_a_models_code_waits_for_its_device_the_other_stages_go_on() -> None:
-    model = laid_out(tiny_model("llama"), 2)
+    model = laid_out(tiny_model("llama"), 2, in_order=True)
     requests = [(prompt_of(5, i), 30) for i in range(2)]
     expected = [reference(model, *request) for request in requests]
     with torch.inference_mode():
         assert not waits_midway(model, ModelForward(model))
-    inside: list[int] = []
-    most: list[int] = []
+    first, last = model.model.layers[0], model.model.layers[-1]
+    meeting = threading.Barrier(2)
+    to_come = {first: 0, last: 0}  # calls until the layer waits for the other one
+    met: list[torch.nn.Module] = []
 
     def wait(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         output.sum().item()
-        inside.append(1)
-        time.sleep(0.005)
-        most.append(len(inside))
-        inside.pop()
+        to_come[module] -= 1
+        if to_come[module] == 0:
+            meeting.wait(30)
+            met.append(module)
 
-    model.model.layers[0].register_forward_hook(wait)
-    model.model.layers[-1].register_forward_hook(wait)
+    first.register_forward_hook(wait)
+    last.register_forward_hook(wait)
     with torch.inference_mode():
         assert waits_midway(model, ModelForward(model))
         pipeline = take_pipeline(model, 1, ModelForward(model))
     assert pipeline is not None
     with pipelined(model, pipeline) as (engine, _):
-        most.clear()
+        to_come.update({first: 2, last: 1})  # the first batch is in the last layer when the second is in the first
         assert run(together(engine, requests)) == expected
-    assert max(most) == 2
+    assert set(met) == {first, last}
 
 
 @pytest.mark.long
@@ -139,7 +141,7 @@ def test_who_is_in_no_stage_yet_holds_up_nobody() -> None:
 
 @pytest.mark.long
 def test_a_head_on_the_embeddings_device_is_entered_a_second_time() -> None:
-    model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True)
+    model = laid_out(tiny_model("llama", tie_word_embeddings=True), 2, tied=True, in_order=True)
     expected = [reference(model, prompt, count) for prompt, count in REQUESTS]
     busy = Busy(model, 0.001)
     with pipelined(model, busy.pipeline) as (engine, _):
@@ -166,7 +168,7 @@ def test_sequences_are_spread_over_as_many_batches_as_there_are_stages() -> None
 
 
 def test_prompts_are_prefilled_side_by_side() -> None:
-    model = laid_out(tiny_model("llama"), 3)
+    model = laid_out(tiny_model("llama"), 3, in_order=True)
     busy = Busy(model, 0.004)
     with pipelined(model, busy.pipeline, prefill_tokens=8) as (engine, _):
         requests = [(prompt_of(40, i), 1) for i in range(3)]  # one token each: nothing is ever decoded
@@ -184,9 +186,10 @@ def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
     async def scenario(engine: EngineCore) -> None:
         sequences = asyncio.create_task(together(engine, stays))
         for round_ in range(8):
-            leaving = [engine.submit([EngineRequest(prompt_of(9, 10 + round_ + i), greedy(200))]) for i in range(2)]
-            if round_ % 2:  # else while they are prefilled
-                await anext(leaving[0])
+            leaving = [engine.submit([EngineRequest(prompt_of(9, 10 + round_ + i), greedy(LONG))]) for i in range(2)]
+            for stream in leaving:
+                if round_ % 2:  # else while they are prefilled
+                    await anext(stream)
             for stream in leaving:
                 stream.close()
             await asyncio.sleep(0.002)
@@ -194,7 +197,7 @@ def test_who_leaves_frees_the_place_and_hurts_nobody() -> None:
         await until(lambda: idle(engine), "an idle engine")
         assert engine.stats().cancelled_sequences >= 8  # those closed before they were taken in count as never come
 
-    with pipelined(model, prefill_tokens=3) as (engine, _):
+    with pipelined(model, prefill_tokens=3, context=2 * LONG) as (engine, _):
         run(scenario(engine))
 
 
@@ -273,7 +276,7 @@ def test_a_request_that_is_cancelled_in_flight_leaves_the_pages_it_writes_to_a_r
         for each in beside:
             each.close()
 
-    with pipelined(model, prefix_bytes=2**20, prefill_tokens=32) as (engine, _):
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=32, context=2 * LONG) as (engine, _):
         batcher = engine._batcher
         assert isinstance(batcher, ContinuousBatcher)
         batcher._forward = hold(batcher._forward)
@@ -304,7 +307,7 @@ def test_a_prompt_that_is_cancelled_with_a_chunk_in_flight_hurts_nobody() -> Non
         for each in beside:
             each.close()
 
-    with pipelined(model, prefix_bytes=2**20, prefill_tokens=8) as (engine, _):
+    with pipelined(model, prefix_bytes=2**20, prefill_tokens=8, context=2 * LONG) as (engine, _):
         try:
             run(scenario(engine))
         finally:
@@ -446,7 +449,7 @@ def test_a_forward_that_hangs_beside_others_that_land_is_noticed() -> None:
         for each in beside:
             each.close()
 
-    with pipelined(model, step_timeout=4.0, prefill_tokens=8) as (engine, _):
+    with pipelined(model, step_timeout=4.0, prefill_tokens=8, context=2 * LONG) as (engine, _):
         try:
             run(scenario(engine))
         finally:
@@ -474,14 +477,15 @@ def test_nothing_runs_on_after_a_shutdown() -> None:
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage_")]
         assert {(await last_of(stream)).finish_reason for stream in streams} == {FinishReason.ABORT}
 
-    with pipelined(model, Busy(model, 0.01).pipeline) as (engine, _):
+    with pipelined(model) as (engine, _):
+        before_each_forward(engine, lambda batch: time.sleep(0.01))
         run(scenario(engine))
 
 
 @pytest.mark.long
 def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() -> None:
     """Otherwise one engine would remove weights from a device while the other one's forward uses them."""
-    model = laid_out(tiny_model("llama"), 3)
+    model = laid_out(tiny_model("llama"), 3, in_order=True)
     expected = [reference(model, *request) for request in REQUESTS]
 
     async def scenario(*engines: EngineCore) -> None:
@@ -492,7 +496,7 @@ def test_a_serial_engine_over_the_same_weights_takes_its_turn_in_each_stage() ->
         serial = one_by_one(model, pipeline=pipeline)
         with running(model, batcher=serial) as other:
             run(scenario(engine, other))
-    assert busy.most_in_one == 1 and busy.most_stages > 1
+    assert busy.most_in_one == 1 and busy.most_stages == 3
 
 
 def test_stages_are_read_off_the_map() -> None:
@@ -509,15 +513,24 @@ def test_stages_are_read_off_the_map() -> None:
 
 
 def test_forwards_may_overlap_only_where_they_give_what_each_gives_alone() -> None:
-    model = laid_out(tiny_model("llama"), 3)
-    pipeline = Pipeline(read_stages(model))
+    model = laid_out(tiny_model("llama"), 3, in_order=True)
+    pipeline = Pipeline(read_stages(model), serial_python=False)
     kept: list[torch.Tensor] = []
+    begun: list[torch.Tensor] = []
+    overtaken = threading.Event()
+
+    def in_flight() -> bool:
+        return threading.current_thread().name.startswith("stage_")
 
     def keep(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         kept[:] = [output]
-        time.sleep(0.005)
+        if in_flight():
+            begun.append(output)
+            if len(begun) == 2:
+                overtaken.set()
 
     def give(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        assert not in_flight() or overtaken.wait(30)  # the first forward comes here when the second has begun
         return output + kept[0].mean()
 
     with torch.inference_mode():

@@ -24,6 +24,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings, parse_settings
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.tiny import collect, run
+from tests.waiting import wait_until
 
 _AT_ONCE = 8
 
@@ -37,7 +38,7 @@ def test_concurrent_askers_get_one_thing_made_once() -> None:
     all_ask = threading.Barrier(_AT_ONCE)
 
     def ask(_: int) -> object:
-        all_ask.wait(10)
+        all_ask.wait(60)
         return pool.lease("key", object).value
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -57,23 +58,22 @@ def test_the_last_to_leave_is_told_once_and_then_it_is_made_anew() -> None:
 
 def test_a_failure_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
     pool: SharedPool[int] = SharedPool()
-    makes, waits = threading.Event(), threading.Event()
+    makes = threading.Event()
 
     def fail() -> int:
         makes.set()
-        assert waits.wait(10)
+        wait_until(lambda: pool._shared["key"].users == 2, "the one who waits")
         raise LoadFailed("no")
 
     def wait() -> None:
-        assert makes.wait(10)
-        threading.Timer(0.05, waits.set).start()
+        assert makes.wait(30)
         pool.lease("key", lambda: 1)
 
     with ThreadPoolExecutor(2) as threads:
         tries = threads.submit(pool.lease, "key", fail), threads.submit(wait)
         for each in tries:
             with pytest.raises(LoadFailed):
-                each.result(10)
+                each.result(60)
     assert pool.made == 0 and len(pool) == 0
     assert pool.lease("key", lambda: 2).value == 2
 

@@ -342,7 +342,7 @@ def test_an_engine_that_waits_for_its_turn_on_the_device_lives_and_times_no_wait
             time.sleep(3)
 
     flights: InlineForwards[Any, Any] = InlineForwards(overlap=overlap)
-    with running(model, prefill_tokens=64, flights=flights, fair_lock=lock, step_timeout=1.0, lookup=lookup) as engine:
+    with running(model, prefill_tokens=64, flights=flights, fair_lock=lock, step_timeout=2.0, lookup=lookup) as engine:
         last = run(scenario(engine))
     assert last.finish_reason is FinishReason.LENGTH, last.error
     assert len(cost.seconds) > 10 and max(cost.seconds) < 3

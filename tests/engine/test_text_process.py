@@ -19,6 +19,7 @@ from mlserver_torch_stream.engine.text.tokenizer_limits import backtracks
 from mlserver_torch_stream.errors import ContextLengthExceeded, GenerationFailed, InvalidInput, LoadFailed
 from mlserver_torch_stream.types import ChatPrompt, TextPrompt
 from tests.engine.tiny_tokenizers import byte_level
+from tests.waiting import child_pids
 
 _HELLO = ChatPrompt(({"role": "user", "content": "hello"},))
 _LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -52,6 +53,7 @@ def test_a_template_without_end_fails_its_own_request_and_the_next_is_rendered(
     monkeypatch.setattr(text_process, "MAX_SECONDS", 3.0)
     with pytest.raises(GenerationFailed, match="messages: the model's chat template"):
         _chat(template).encode(_HELLO)
+    monkeypatch.setattr(text_process, "MAX_SECONDS", 60.0)
     assert len(caplog.records) == 1
     assert _chat("{{ messages[0].content }}").encode(_HELLO) == _chat("hello").encode(_HELLO)
 
@@ -149,11 +151,6 @@ def _render(processes: TextProcesses, content: str) -> str:
     return str(processes.run("render", conversations=[conversation], chat_template="{{ messages[0].content }}"))
 
 
-def _children() -> set[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {int(child) for task in tasks for child in task.read_text().split()}
-
-
 @pytest.mark.long
 def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The ``sitecustomize`` of a container image or a library may print something."""
@@ -166,15 +163,16 @@ def test_what_python_prints_at_its_start_is_no_reply(monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
 def test_a_process_that_reads_no_job_fails_it_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job is longer than the pipe's buffer."""
-    monkeypatch.setattr(text_process, "MAX_SECONDS", 1.0)
-    processes, before = TextProcesses(), _children()
+    monkeypatch.setattr(text_process, "MAX_SECONDS", 60.0)
+    processes, before = TextProcesses(), child_pids(os.getpid())
     assert _render(processes, "hello") == "hello"
-    (started,) = _children() - before
+    (started,) = set(child_pids(os.getpid())) - set(before)
     os.kill(started, signal.SIGSTOP)
-    with pytest.raises(GenerationFailed, match="took longer than 1 s"):
+    with monkeypatch.context() as patch, pytest.raises(GenerationFailed, match="took longer than 1 s"):
+        patch.setattr(text_process, "MAX_SECONDS", 1.0)
         _render(processes, "x" * 10_000_000)
     assert _render(processes, "hello") == "hello"
-    assert started not in _children()
+    assert started not in child_pids(os.getpid())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no limit of address space")

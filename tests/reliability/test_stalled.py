@@ -19,6 +19,7 @@ from tests.reliability.usage import MIB, rss_of
 from tests.reliability.wire import wired
 from tests.server import raw, v2
 from tests.server.harness import Model, Server, serve
+from tests.waiting import wait_until
 
 _STREAMS = [endpoint for endpoint in ENDPOINTS if endpoint.streams]
 # A kilobyte and more per token: more than the sockets between the two take.
@@ -56,7 +57,7 @@ def test_a_stalled_stream_is_cut(slow: Server) -> None:
         until(slow, "recite", lambda now: now.requests("cancelled") - before.requests("cancelled") == 1, 60)
         after = idle(slow, "recite")
         assert after["generation_tokens"] - before["generation_tokens"] < _HEAVY["max_tokens"], "before its end"
-        assert "has read nothing" in slow.log
+        wait_until(lambda: "has read nothing" in slow.log, "the reason")
 
 
 @pytest.mark.slow

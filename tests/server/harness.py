@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ class Server:
 
     def counters(self, model: str) -> dict[str, float]:
         """Returns our metrics of one model, by their names without the prefix."""
-        text = plain_http.get(f"http://{HOST}:{self.metrics_port}/metrics", timeout=10).text
+        text = plain_http.get(f"http://{HOST}:{self.metrics_port}/metrics").text
         found = {}
         for line in text.splitlines():
             if line.startswith("torch_stream_") and f'model="{model}"' in line:
@@ -89,7 +91,7 @@ class Server:
         return found
 
     def wait_for(
-        self, model: str, condition: Callable[[dict[str, float]], bool], seconds: float = 20.0
+        self, model: str, condition: Callable[[dict[str, float]], bool], seconds: float = 60.0
     ) -> dict[str, float]:
         """Waits until the counters meet the condition, and returns them."""
         end = time.monotonic() + seconds
@@ -105,15 +107,34 @@ def exit_code(server: Server) -> int:
 
 
 def get_ready(server: Server, path: str = "health") -> httpx.Response:
-    return plain_http.get(f"{server.url}/v2/{path}/ready", timeout=5)
+    return plain_http.get(f"{server.url}/v2/{path}/ready")
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((HOST, 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Returns ports that this process has not returned before, for servers that listen some seconds later.
+
+    They are below those that Linux gives to connections, and each process of a run has other ones. So no client and no
+    other server takes such a port before its server listens.
+    """
+    free: list[int] = []
+    while len(free) < count:
+        port = next(_PORTS)
+        with socket.socket() as probe, suppress(OSError):  # another program has it
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((HOST, port))
+            free.append(port)
+    return free
+
+
+def _own_ports() -> Iterator[int]:
+    """Yields the ports of this process again and again, from a random one on, because other runs have the same ones."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    ports = range(12_000 + worker * 2_500, 12_000 + (worker + 1) * 2_500)
+    begin = random.randrange(len(ports))
+    return cycle((*ports[begin:], *ports[:begin]))
+
+
+_PORTS = _own_ports()
 
 
 @contextmanager

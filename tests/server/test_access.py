@@ -112,7 +112,7 @@ def _is_ready(found: Guarded) -> bool:
         return all(_answers(asking, f"/v2/models/{name}/ready") for name in ("tiny", "foreign", "lister"))
 
 
-def _wait(condition: Callable[[], bool], server: Server, seconds: float = 20.0) -> None:
+def _wait(condition: Callable[[], bool], server: Server, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert server.process.poll() is None and time.monotonic() < end, server.log
@@ -446,13 +446,14 @@ def test_before_any_model_is_loaded_the_ports_are_guarded(tmp_path: Path) -> Non
         with httpx.Client(verify=context, timeout=v2.TIMEOUT_S) as asking:
             _wait(lambda: _answers(asking, f"{url}/v2/health/live"), server, _READY_S)
             assert asking.post(f"{url}/v2/repository/index", json={}).json() == []
-            assert asking.get(f"https://{HOST}:{server.metrics_port}/metrics").is_success
+            _wait(lambda: _answers(asking, f"https://{HOST}:{server.metrics_port}/metrics"), server)
             assert [asking.get(f"{url}{path}").status_code for path in ("/v2", "/v2/models/tiny")] == [401, 401]
         for port in (server.http_port, server.metrics_port):
             with pytest.raises(httpx.TransportError):
                 httpx.get(f"https://{HOST}:{port}/v2/health/live", verify=strange)
         methods = _grpc_methods(dataplane_pb2.DESCRIPTOR, model_repository_pb2.DESCRIPTOR)
         with grpc.secure_channel(server.grpc_target, credentials) as channel:
+            grpc.channel_ready_future(channel).result(_READY_S)
             refused = {
                 method
                 for method, code in _codes(channel, methods, []).items()

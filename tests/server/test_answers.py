@@ -10,7 +10,7 @@ import pytest
 
 from mlserver_torch_stream.server.grpc.streams import ConcurrentReplies
 
-_BOUND_S = 10
+_BOUND_S = 60
 
 
 class Script:

@@ -201,10 +201,14 @@ def test_a_server_that_falls_silent_is_left_after_the_timeout(slow: Server, coll
     """Over REST, comments during a long prefill break the silence, so a listener that never answers is used instead."""
     with socket.create_server((HOST, 0)) as silent, pytest.raises(client.StreamBroken, match="before its first event"):
         collect(f"http://{HOST}:{silent.getsockname()[1]}", "tiny", "Hello", timeout=0.2)
-    before = slow.counters("tiny")["cancelled_sequences"]
-    with pytest.raises(client.StreamBroken, match=r"no data arrived for 0\.05 s"):
-        collect(_urls(slow)[1], "tiny", "Hello", timeout=0.05, max_tokens=1000, ignore_eos=True)
-    slow.wait_for("tiny", lambda now: now["cancelled_sequences"] == before + 1 and now["running_sequences"] == 0)
+    rest, grpc = _urls(slow)
+    with closing(client.stream(rest, "narrow", "Hello", **_LONG)) as running:
+        next(running)  # and the one behind it waits
+        before = slow.counters("narrow")["cancelled_sequences"]
+        with pytest.raises(client.StreamBroken, match="no data arrived for 1 s"):
+            collect(grpc, "narrow", "Hello", timeout=1.0, **_LONG)
+        slow.wait_for("narrow", lambda now: now["cancelled_sequences"] == before + 1 and now["waiting_requests"] == 0)
+    slow.wait_for("narrow", lambda now: now["running_sequences"] == 0)
 
 
 def test_the_ready_models_are_named_over_every_transport(server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
+from uuid import uuid4
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub as Stub
 
 from tests.server import v2
 from tests.server.harness import Server
+from tests.waiting import wait_until
 
 _PROMPT = "Hello fox"
 
@@ -49,13 +51,21 @@ def _ends(responses: Iterable[pb.ModelInferResponse]) -> dict[Any, str]:
 
 
 class _Log:
+    """The lines that a server writes from now on, without those about clients that have left before."""
+
     def __init__(self, server: Server) -> None:
+        """Makes a request, whose line comes after those about earlier requests."""
+        mark = f"mark-{uuid4().hex}"
+        with grpc.insecure_channel(server.grpc_target) as channel:
+            Stub(channel).ModelInfer(v2.grpc_request("tiny", _PROMPT, id=mark, max_tokens=1), timeout=v2.TIMEOUT_S)
+        wait_until(lambda: f"request_id={mark} " in server.log, "the line of the mark")
         self._server = server
         self._begun = len(server.log)
 
     @property
     def lines(self) -> list[str]:
-        return self._server.log[self._begun :].splitlines()
+        lines = self._server.log[self._begun :].splitlines()
+        return [line for line in lines if "client=disconnected" not in line]
 
     def settled(self, count: int) -> list[str]:
         """Waits until there are ``count`` lines, and a moment for more. Returns all of them."""

@@ -11,6 +11,7 @@ import pytest
 
 from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame
 from tests.server.harness import HOST, Server
+from tests.waiting import wait_until
 
 _PATH = "/v2/models/tiny/batch"
 _LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "model": "tiny", "n": 4}
@@ -63,7 +64,7 @@ def test_what_follows_the_first_batch_and_is_none_ends_the_connection(server: Se
     )
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         _post(server, item + item)
-    assert "1 is already being answered" in server.log
+    wait_until(lambda: "1 is already being answered" in server.log, "the reason")
     server.wait_for("tiny", lambda counters: counters["running_sequences"] == 0)
 
 

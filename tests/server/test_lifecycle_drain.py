@@ -57,7 +57,7 @@ def idle_triton_stream(server: Server) -> Iterator[Any]:
 @pytest.mark.long
 def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with (
-        draining_server(tiny_model, tmp_path, 1.0, 3.0) as server,
+        draining_server(tiny_model, tmp_path, 3.0, 4.0) as server,
         flights(server) as start,
         idle_triton_stream(server) as idle_triton,
     ):
@@ -76,7 +76,7 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
         with grpc.insecure_channel(server.grpc_target) as channel:
             stub = GRPCInferenceServiceStub(channel)
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: get_ready(server).status_code == 503, seconds=5)
+            wait_until(lambda: get_ready(server).status_code == 503)
             late = rest_unary(server, "tiny", max_tokens=2)
             assert late.code == 200, "requests are still taken while routers look away"
             assert get_ready(server).headers["retry-after"]
@@ -91,7 +91,7 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
                 refused[:] = [rest_unary(server, "tiny", max_tokens=1)]
                 return refused[0].code == 503
 
-            wait_until(refuses, seconds=5)
+            wait_until(refuses)
             assert refused[0].headers["retry-after"]
             assert grpc_refusal(stub, "tiny") is grpc.StatusCode.UNAVAILABLE
             assert grpc_unary(stub, "tiny", max_tokens=1).code is grpc.StatusCode.RESOURCE_EXHAUSTED

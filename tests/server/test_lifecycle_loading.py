@@ -137,7 +137,8 @@ def test_an_unload_ends_a_load_and_the_model_can_be_loaded_again(tiny_model: Pat
         repository = f"{server.url}/v2/repository/models/gated"
         assert plain_http.post(f"{repository}/unload", timeout=30).status_code == 200, server.log
         assert get_ready(server, "models/gated").status_code == 404
-        assert "Model 'gated': its load was cancelled, because it is being unloaded" in server.log
+        cancelled = "Model 'gated': its load was cancelled, because it is being unloaded"
+        wait_until(lambda: cancelled in server.log, "the line about the load")
         wait_until(lambda: get_ready(server, "models/foreign").status_code == 200)
         gate.touch()
         assert plain_http.post(f"{repository}/load", timeout=60).status_code == 200

@@ -14,6 +14,7 @@ from mlserver_torch_stream.client import EventParser
 from tests import plain_http
 from tests.server import raw, v2
 from tests.server.harness import Server
+from tests.waiting import wait_until
 
 _STREAMS = ("infer_stream", "generate_stream")
 _ENDPOINTS = ("infer", "generate", *_STREAMS)
@@ -177,5 +178,5 @@ def test_a_reader_that_stalls_is_cut_off(slow: Server) -> None:
         connection.sendall(raw.post("/v2/models/tiny/infer_stream", body))
         slow.wait_for("tiny", lambda now: now["cancelled_sequences"] > before["cancelled_sequences"])
         received = raw.read_all(connection)
-    assert "has read nothing" in slow.log
+    wait_until(lambda: "has read nothing" in slow.log, "the reason")
     assert received.startswith(b"HTTP/1.1 200 OK\r\n") and not received.endswith(b"0\r\n\r\n")

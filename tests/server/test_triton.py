@@ -194,8 +194,8 @@ def test_a_cancelled_stream_frees_the_rows_of_all_its_requests(triton: Server, c
     triton.wait_for("tiny", lambda now: now["running_sequences"] == 3)
     call.cancel()
     waiting.put(None)
-    after = triton.wait_for("tiny", lambda now: now["running_sequences"] == 0)
-    assert after["cancelled_sequences"] - before["cancelled_sequences"] == 3
+    after = triton.wait_for("tiny", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 3)
+    assert after["running_sequences"] == 0
     assert call.code() is grpc.StatusCode.CANCELLED
 
 
@@ -206,8 +206,8 @@ def test_a_cancelled_unary_call_frees_its_row(triton: Server, channel: grpc.Chan
     )
     triton.wait_for("other", lambda now: now["running_sequences"] == 1)
     call.cancel()
-    after = triton.wait_for("other", lambda now: now["running_sequences"] == 0)
-    assert after["cancelled_sequences"] - before["cancelled_sequences"] == 1
+    after = triton.wait_for("other", lambda now: now["cancelled_sequences"] - before["cancelled_sequences"] == 1)
+    assert after["running_sequences"] == 0
 
 
 def test_a_refused_request_is_one_line_at_info(triton: Server, channel: grpc.Channel) -> None:

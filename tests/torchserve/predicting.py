@@ -47,7 +47,7 @@ def handle(data, context):
         context.set_response_header(0, "x-mine", "a\\r\\nset-cookie: b")
         return ["x"]
     if text == "slow":
-        time.sleep(0.5)
+        time.sleep(1.5)
         return ["slow"]
     if text == "raise":
         raise ValueError("as asked")

@@ -17,6 +17,7 @@ from tests.server import raw
 from tests.server.harness import Server
 from tests.server.scrape import Scrape, on_rest_port, settled
 from tests.torchserve.predicting import MAX_BYTES
+from tests.waiting import wait_until
 
 _COUNTERS = ("rest_server_requests", "model_infer_request", "torch_stream_", "torchserve_", "ts_inference_requests")
 _TIMES = re.compile(r".*(_sum|_bucket|_created|latency_microseconds|PredictionTime)")
@@ -46,6 +47,8 @@ def _observed(server: Server, path: str, content: bytes | Iterator[bytes]) -> tu
     after = _counts(settled(server, lambda scrape: all(scrape.value(name) == idle[name] for name in idle)))
     request_id = answer.headers.pop("x-request-id")
     answer.headers.pop("date", None)
+    if "unknown" not in path:
+        wait_until(lambda: request_id in server.log, "the request's line")
     logged = [line for line in server.log.splitlines()[lines:] if request_id in line]
     shown = [re.sub(r"^[-\d]+ [\d:,]+|_ms=\S+", "", line.replace(request_id, "ID")) for line in logged]
     counted = {key: value - before.get(key, 0.0) for key, value in after.items() if value != before.get(key, 0.0)}

@@ -408,7 +408,7 @@ def test_a_path_is_that_of_the_request_line_and_quoted_in_the_log(api: Managemen
         assert api.done("GET", "/models", headers={"host": host})["models"]
     for path in ("/models%3Fx", "/mo%0Adels", "/models/started%3Fx"):
         assert api.error("GET", path)[0] == 404
-    assert "GET '/mo\\ndels' 404" in api.server.log
+    wait_until(lambda: "GET '/mo\\ndels' 404" in api.server.log, "the line about the path")
     assert "A request failed" not in api.server.log
 
 

@@ -247,7 +247,8 @@ def test_an_error_after_the_first_chunk_breaks_the_stream_off(server: Server) ->
         for chunk in response.iter_raw():
             received += chunk
     assert received == b"first"
-    assert "A stream of model 'echo' breaks off: the handler raised ValueError: after the first piece" in server.log
+    reason = "A stream of model 'echo' breaks off: the handler raised ValueError: after the first piece"
+    wait_until(lambda: reason in server.log, "the reason")
     assert "ASGI callable returned without completing response" not in server.log
     assert _post(server, content=b"").status_code == 200
 
@@ -342,7 +343,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_frees_its_worker(server: Ser
         connection.sendall(b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nflood")
         assert connection.recv(12) == b"HTTP/1.1 200"
         assert _post(server, content=b"").status_code == 200
-    assert "A client of model 'echo' has read nothing for 2 s: its stream is closed" in server.log
+    wait_until(lambda: "A client of model 'echo' has read nothing for 2 s: its stream is closed" in server.log)
 
 
 @pytest.mark.slow

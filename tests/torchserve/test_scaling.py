@@ -272,7 +272,7 @@ def test_an_unload_waits_for_the_end_of_a_worker_that_was_scaled_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection is closed on the event loop, which may end with the unload."""
-    monkeypatch.setattr("mlserver_torch_stream.handlers.pool.worker_rank._STOP_S", 0.5)
+    monkeypatch.setattr("mlserver_torch_stream.handlers.pool.worker_rank._STOP_S", 1.5)
 
     async def scenario() -> None:
         async with running(write_handler(tmp_path, _HANDLER)) as pool:

@@ -27,6 +27,7 @@ from tests.torchserve.test_bad_handlers import _WRONG
 from tests.torchserve.test_metrics_config import HANDLER, METRICS
 from tests.torchserve.workshop import COUNTER as _COUNTS
 from tests.torchserve.workshop import HELLO, write_handler, write_mar
+from tests.waiting import wait_until
 
 _TIMEOUT_S = 60.0
 
@@ -421,7 +422,7 @@ def test_an_archive_that_cannot_be_loaded_is_refused_with_the_reason_and_the_ser
     (folder / "model-settings.json").write_text(json.dumps(settings))
     refused = plain_http.post(f"{server.url}/v2/repository/models/{tmp_path.name}/load", timeout=_TIMEOUT_S)
     assert refused.status_code == 500 and said in refused.text
-    assert said in server.log
+    wait_until(lambda: said in server.log, "the reason")
     assert _post(server, "hello/infer", _body("x")).status_code == 200
 
 
