@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -18,6 +19,7 @@ from mlserver_torch_stream.engine.checks import decoder_check
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.weights import Packer
+from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.page_book import prefilled
 from tests.engine.test_record import PROMPT, loaded, logits
 from tests.engine.tiny import tiny_model
@@ -133,6 +135,16 @@ def test_a_wrong_panel_of_a_deep_layer_refuses_the_kernels_and_transformers_runs
     assert run == set(range(LAYERS)) and not (cache / "records").exists()
     expected = AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16)(torch.tensor([PROMPT])).logits[0, -1]
     assert (logits(prepared) - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
+
+
+def test_a_deep_layer_whose_results_are_not_finite_fails_the_load(deep: Callable[..., Path], cache: Path) -> None:
+    place = deep()
+    file = place / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.5.mlp.down_proj.weight"].fill_(3e38)
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(LoadFailed, match="the model's logits are NaN"):
+        loaded(place, cache)
 
 
 def test_kernels_that_the_first_layers_refuse_are_checked_in_all_layers_at_each_start(

@@ -1,7 +1,7 @@
 """Checks that our kernels reproduce the logits of transformers' model.
 
 The logits are compared over as few layers as have every kind of layer. The weights of all layers are compared while
-they are packed.
+they are packed, and then all layers compute a token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
+from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence
 from mlserver_torch_stream.engine.checks.forward_choice import release_weights
 from mlserver_torch_stream.engine.checks.harness import accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
@@ -109,7 +110,10 @@ def _check(
     release_weights(model)
     trim_heap()
     forward = NativeForward(decoder, kernels, rounding, file=file)
-    forward.reserve(cache := PagedCache(layout, findings.page_size, [1] * len(layout.spec(1).groups), 0))
+    groups = len(layout.spec(1).groups)
+    cache = PagedCache(layout, findings.page_size, [1] * groups, 0)
+    if not forward(Batch((BatchSequence([0], 0, ([0],) * groups),)), cache).is_finite(0):
+        raise Unsuitable("the logits of our kernels over all layers are not finite")
     return forward, replace(findings, specs=cache.specs)
 
 
