@@ -22,7 +22,7 @@ from mlserver_torch_stream.engine.native.weights import Packer
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.page_book import prefilled
 from tests.engine.test_record import PROMPT, loaded, logits
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny_models import tiny_model
 
 LAYERS = 8
 _WINDOWS = {"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2]}
