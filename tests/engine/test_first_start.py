@@ -15,7 +15,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
+from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.checks import decoder_check
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.weights import Packer
@@ -100,6 +102,27 @@ def test_transformers_runs_the_first_layers_of_each_kind_alone_and_the_kernels_h
         with torch.inference_mode():
             expected, _ = prefilled(NativeForward(model, KernelOptions(2, cache)), model, PROMPT, chunk=4)
         assert torch.equal(logits(prepared), expected)
+
+
+def test_transformers_weights_are_freed_before_those_of_all_layers_are_laid_out(
+    deep: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[Any] = []
+    freed = []
+
+    def load(*args: Any) -> LoadedWeights:
+        models.append((weights := load_weights(*args)).model)
+        return weights
+
+    class Noted(NativeForward):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            freed.append((len(models[0].model.layers), all(each.is_meta for each in models[0].parameters())))
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(model_module, "load_weights", load)
+    monkeypatch.setattr(decoder_check, "NativeForward", Noted)
+    loaded(deep(), cache)
+    assert freed == [(2, False), (2, True)]
 
 
 def test_a_layer_whose_code_can_differ_is_a_kind_of_its_own(

@@ -156,11 +156,10 @@ def _plain_values(layer: nn.Module) -> object:
 
 
 def _shorten(model: Any, depth: int) -> None:
-    """Removes all layers of a model except the first ``depth`` layers, and frees the weights of the others."""
+    """Removes all layers of a model except the first ``depth`` layers."""
     values, layers = vars(model.config), model.config.num_hidden_layers
     values |= {key: value[:depth] for key, value in values.items() if isinstance(value, list) and len(value) == layers}
     values["num_hidden_layers"] = depth
-    release_weights(model.model.layers[depth:])
     model.model.layers = model.model.layers[:depth]
 
 
