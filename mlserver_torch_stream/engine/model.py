@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from mlserver_torch_stream.engine.cache.pages import page_size_of
+from mlserver_torch_stream.engine.checks.decoder_check import check_dense, check_packed
 from mlserver_torch_stream.engine.checks.forward_choice import ForwardChoice, choose_forward
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.overlap import take_pipeline
-from mlserver_torch_stream.engine.checks.packed_check import check_packed
 from mlserver_torch_stream.engine.checks.record import (
     Anew,
     ProvedLoad,
@@ -34,7 +33,7 @@ from mlserver_torch_stream.engine.checks.record import (
 )
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
-from mlserver_torch_stream.engine.failures import Unsuitable
+from mlserver_torch_stream.engine.failures import Unsuitable, in_a_line
 from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
 from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS, read_tensors
@@ -48,6 +47,7 @@ from mlserver_torch_stream.engine.loading.placement import (
     read_placement,
     seconds_per_step,
 )
+from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.machine import launched, trim_heap
 from mlserver_torch_stream.engine.native.decoder_plan import plan_decoder
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
@@ -209,20 +209,21 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
     if moved_bytes(placement):
         slowness = describe_moves(placement, seconds_per_step(weights.model))
         logger.warning("%s: %s", resolved.source.name, slowness)
+    planned = None if recording is None else _planned(weights, placement, recording, resolved)
+    if recording is not None and planned is not None:
+        if (prepared := _prove_dense(weights, planned, recording, load)) is not None:
+            return prepared
+        weights = load_weights(files, resolved)
     expected = ExpectedLogits(weights.model)
     findings = SelfCheckResult(problem="set by engine: serial")
     if settings.engine != "serial":
         page_size = page_size_of(device_types(weights.model))
         findings = check_batching(weights.model, expected=expected, page_size=page_size)
-    choice, pipeline, write = None, None, None
+    choice, pipeline = None, None
     if findings.problem is not None:
         check_generate(weights.model)
     else:
-        if recording is not None:
-            write = _record_of(weights, findings, placement, recording, resolved)
         choice = choose_forward(expected, findings, settings, load.kernels)
-        if write is not None and choice.forward.has_threads:  # here our kernels run the whole forward
-            write()
         if settings.pipeline == "auto" and not choice.forward.has_threads:
             pipeline = take_pipeline(weights.model, load.threads, choice.forward)
     device = input_device(weights.model)
@@ -230,28 +231,45 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
     return PreparedModel(weights, findings, choice, device, fair_lock, placement=placement, pipeline=pipeline)
 
 
-def _record_of(
-    weights: LoadedWeights,
-    findings: SelfCheckResult,
-    placement: tuple[DeviceShare, ...],
-    recording: _Recording,
-    resolved: ResolvedSettings,
-) -> Callable[[], None] | None:
-    """Plans the decoder while the model's own weights are in memory.
+def _planned(
+    weights: LoadedWeights, placement: tuple[DeviceShare, ...], recording: _Recording, resolved: ResolvedSettings
+) -> ProvedLoad | None:
+    """Plans the decoder of a model, before anything is checked.
 
-    Returns the function that writes the record, or None.
+    Returns None if our kernels do not support the model, or if the results of its checks cannot be recorded.
     """
     model = weights.model
+    if is_quantised(model):
+        return None
     try:
         parameters = dict(model.named_parameters())
         plan = plan_decoder(read_decoder(model), parameters)
         check_files_hold(plan, parameters, recording.files)
         outlined = replace(weights, model=outline_of(model))
-    except Unsuitable as error:
-        logger.debug("The checks of %s are not recorded: %s", resolved.source.name, error)
+    except Exception as error:  # the modules of a model of another layout can raise any error
+        logger.debug("The checks of %s are not recorded: %s", resolved.source.name, in_a_line(error))
         return None
-    proved = ProvedLoad(plan, outlined, findings, placement, model.dtype)
-    return partial(write_record, recording.key, proved, resolved.cache_dir)
+    return ProvedLoad(plan, outlined, SelfCheckResult(problem="not checked"), placement, model.dtype)
+
+
+def _prove_dense(
+    weights: LoadedWeights, planned: ProvedLoad, recording: _Recording, load: ModelLoad
+) -> PreparedModel | None:
+    """Proves our kernels over a model's first layers, and records that; returns None if the kernels are refused.
+
+    The weights of transformers' model are then gone.
+    """
+    resolved, rounding = load.resolved, ROUNDED.get(load.resolved.settings.weights)
+    try:
+        forward, proved = check_dense(weights.model, planned, recording.files, load.kernels, rounding)
+    except LoadFailed:
+        raise
+    except Exception as error:  # as in ``accepted``
+        why = in_a_line(error)
+        logger.warning("%s is loaded again and checked in all its layers: %s", resolved.source.name, why)
+        return None
+    write_record(recording.key, proved, resolved.cache_dir)
+    return _on_kernels(forward, proved, load)
 
 
 def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:

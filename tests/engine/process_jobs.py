@@ -50,7 +50,7 @@ def wait_for_ever(file: str) -> None:
 
 def check_with_wrong_kernels(*args: Any) -> Any:
     """``check_packed`` with a rotary table that is off by one position."""
-    from mlserver_torch_stream.engine.checks import packed_check
+    from mlserver_torch_stream.engine.checks import decoder_check
     from mlserver_torch_stream.engine.native.native_forward import NativeForward
 
     class Wrong(NativeForward):
@@ -58,8 +58,8 @@ def check_with_wrong_kernels(*args: Any) -> Any:
             super().__init__(*args, **options)
             self._rotary.cos = self._rotary.cos.roll(1, 0)
 
-    packed_check.NativeForward = Wrong  # type: ignore[misc]
-    return packed_check.check_packed(*args)
+    decoder_check.NativeForward = Wrong  # type: ignore[misc]
+    return decoder_check.check_packed(*args)
 
 
 def log_badly() -> str:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.checks.decoder_check import verify_kernels
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
@@ -83,7 +84,9 @@ def test_a_quantised_file_gives_llama_cpp_s_tokens(
     settle_positions(config, CONTEXT)
     model = load_packed(tmp_path, file, config).model
     with torch.inference_mode():
-        forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
+        forward, findings = verify_kernels(
+            ExpectedLogits(model, torch.int8), read_decoder(model), KernelOptions(1, folder)
+        )
         ids = [*PROMPT, *tokens[:-1]]
         got = PageBook(model, pages=8).step(forward, {"row": ids}, _ANSWER)["row"].float().log_softmax(-1)
     assert findings.problem is None

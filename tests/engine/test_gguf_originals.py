@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.checks.decoder_check import verify_kernels
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
@@ -91,7 +92,9 @@ def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, 
     settle_positions(config, CONTEXT)
     model = load_packed(tmp_path, file, config).model
     with torch.inference_mode():
-        forward, findings = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
+        forward, findings = verify_kernels(
+            ExpectedLogits(model, torch.int8), read_decoder(model), KernelOptions(1, folder)
+        )
         got, _ = prefilled(forward, original, PROMPT, chunk=16)
         exact = original(torch.tensor([PROMPT])).logits[0, -1]
     assert findings.problem is None

@@ -23,8 +23,9 @@ from mlserver_torch_stream.engine import build as build_module
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
-from mlserver_torch_stream.engine.checks import packed_check
-from mlserver_torch_stream.engine.checks.packed_check import check_packed, verify_packed
+from mlserver_torch_stream.engine.checks import decoder_check
+from mlserver_torch_stream.engine.checks.decoder_check import check_packed, verify_kernels
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.locate import locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
@@ -79,7 +80,9 @@ def test_a_file_gives_the_logits_of_its_dequantised_weights(name: str, tmp_path:
     with torch.inference_mode():
         exact = expected(ids).logits[0]
         assert torch.allclose(packed.model(ids).logits[0], exact, atol=1e-3 * exact.std().item())
-        forward, findings = verify_packed(packed.model, read_decoder(packed.model), KernelOptions(2, folder))
+        forward, findings = verify_kernels(
+            ExpectedLogits(packed.model, torch.int8), read_decoder(packed.model), KernelOptions(2, folder)
+        )
         got, _ = prefilled(forward, expected, PROMPT, chunk=4)
     assert findings.problem is None and findings.chunked
     assert (got - exact[-1]).pow(2).mean().sqrt() < 0.1 * exact.std()
@@ -145,7 +148,7 @@ def test_packed_weights_of_what_is_no_gguf_file_fail_the_load(tiny_model: Path, 
 def test_kernels_that_compute_something_else_fail_the_load(
     tiny_file: Path, kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_check, "NativeForward", packed_check.NativeForward)  # the job below replaces it
+    monkeypatch.setattr(decoder_check, "NativeForward", decoder_check.NativeForward)  # the job below replaces it
     monkeypatch.setattr(model_module, "check_packed", check_with_wrong_kernels)
     kernel_cache = shutil.copytree(kernel_cache, tmp_path / "cache", ignore=shutil.ignore_patterns("records"))
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
@@ -239,7 +242,8 @@ _PEAK = """
 import sys, torch
 from pathlib import Path
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed
-from mlserver_torch_stream.engine.checks.packed_check import verify_packed
+from mlserver_torch_stream.engine.checks.decoder_check import verify_kernels
+from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 torch.set_num_threads(1)
@@ -247,8 +251,9 @@ peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") i
 with torch.inference_mode():
     for place in sys.argv[1:3]:
         model = load_packed(Path(place), Path(place, "model.gguf")).model
-        forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, Path(sys.argv[3])))
-        del model
+        expected, options = ExpectedLogits(model, torch.int8), KernelOptions(1, Path(sys.argv[3]))
+        forward, _ = verify_kernels(expected, read_decoder(model), options)
+        del model, expected
         print(peak(), forward._weights.size)
 """
 
@@ -282,7 +287,7 @@ def test_matrices_are_dequantised_in_parts(tmp_path: Path, folder: Path, monkeyp
     monkeypatch.setattr(weights, "BLOCK", 32)
     model = load_packed(tmp_path, file).model
     with torch.inference_mode(), LargestFloats() as floats:
-        forward, _ = verify_packed(model, read_decoder(model), KernelOptions(1, folder))
+        forward, _ = verify_kernels(ExpectedLogits(model, torch.int8), read_decoder(model), KernelOptions(1, folder))
     assert 0 < floats.largest < 256 * 256 / 2, "half of the smallest matrix"
     assert forward._weights.size < 0.25 * 4 * 2 * 10 * 256 * 256
 

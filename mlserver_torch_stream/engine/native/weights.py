@@ -33,6 +33,7 @@ from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer,
 
 _COMPARED = 8  # the number of inputs of each output that are compared
 _OTHER_INPUTS = "the model has a matrix whose parts have different numbers of inputs"
+_OTHER_WEIGHTS = "the kernels read weights that differ from the packed ones"
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
 
 
@@ -40,7 +41,8 @@ _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's
 class Packer:
     """Packs weights with the kernels.
 
-    With ``compares``, a few weights that the kernels read are compared with the model's.
+    With ``compares``, the weights in the panels are compared with the model's: all dense weights, and a few of each
+    output that is in groups, as the kernels read them.
     """
 
     kernels: ctypes.CDLL
@@ -148,7 +150,7 @@ class GroupedMatrix:
         matrix = c.KernelMatrix.of(self._inputs, c.KernelRun(panels.data_ptr(), len(weights), self.number))
         packer.kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), packer.threads)
         if ((got.t() - weights).abs() > _ROUNDING * largest).any():
-            raise UnsupportedLayout("the kernels read weights that differ from the packed ones")
+            raise UnsupportedLayout(_OTHER_WEIGHTS)
 
     def _rows(self, order: Tensor) -> Groups:
         count, groups = len(order), -(-self._inputs // GROUP)
@@ -319,6 +321,17 @@ class DenseMatrix:
             raise UnsupportedLayout(_OTHER_INPUTS)
         addresses = [part.data_ptr() + torch.arange(len(part)) * bytes_of_row for part in dense]
         packer.pack([(part, 0) for part in addresses], self.order, bytes_of_row // 4, self.number, to)
+        if packer.compares:
+            self._compare(dense, to.view(torch.int32).view(-1, bytes_of_row // 4, PANEL))
+
+    def _compare(self, dense: Sequence[Tensor], panels: Tensor) -> None:
+        """Compares the bits of all weights with those in the panels, ``[panels, words, outputs]`` as in ``gemm.h``."""
+        outputs = self.order.argsort()[-self.outputs :]  # of each stacked row; outputs that pad a panel come first
+        for part, of_part in zip(dense, outputs.split([len(part) for part in dense]), strict=True):
+            for rows, at in zip(part.split(BLOCK), of_part.split(BLOCK), strict=True):
+                words = panels[at // PANEL, :, at % PANEL].contiguous()
+                if not torch.equal(words.view(torch.int16), rows.view(torch.int16)):
+                    raise UnsupportedLayout(_OTHER_WEIGHTS)
 
 
 def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
