@@ -258,7 +258,9 @@ class _PredictionRoute(SelectiveRoute):
         self._registry = registry
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        model = find_model(self._registry, path["model_name"], None)
+        name, version = path["model_name"], path.get("model_version")
+        # Versions may be models of different runtimes. If there is no such version, the default version decides.
+        model = find_model(self._registry, name, version) or find_model(self._registry, name, None)
         return self._unknown if model is None else is_ours(model)
 
 
