@@ -115,6 +115,7 @@ class WatchedConnection:
             self._begins = loop.call_soon(self._left)
         else:
             self._protocol.watchers.add(self._left)
+            self._protocol.read_on()
 
     async def __aexit__(self, *error: object) -> None:
         if self._protocol is not None:
