@@ -212,14 +212,16 @@ def test_a_client_that_leaves_before_a_whole_answer_ends_what_it_has_sent_ahead(
 
 
 def test_a_client_that_leaves_after_a_large_body_is_noticed(impatient: Server) -> None:
-    """uvicorn stops reading at a large part of a body; here the whole body is one part, as the server was stopped."""
-    body = json.dumps(v2.rest_body("Hello", max_tokens=900, ignore_eos=True)).encode() + b" " * 150_000
+    """uvicorn stops reading at a large part of a body. Here this is the last part, as the server is stopped meanwhile;
+    the parts before it make the kernel accept so many bytes.
+    """
+    body = json.dumps(v2.rest_body("Hello", max_tokens=900, ignore_eos=True)).encode() + b" " * 8_000_000
     with raw.connected(impatient) as connection:
-        connection.sendall(raw.head(_INFER, f"Content-Length: {len(body)}"))
-        time.sleep(0.3)  # the server waits for the body
+        connection.sendall(raw.head(_INFER, f"Content-Length: {len(body)}") + body[:-200_000])
+        time.sleep(0.3)  # the server waits for the last part
         os.kill(impatient.process.pid, signal.SIGSTOP)
         try:
-            connection.sendall(body)
+            connection.sendall(body[-200_000:])
         finally:
             os.kill(impatient.process.pid, signal.SIGCONT)
         impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
