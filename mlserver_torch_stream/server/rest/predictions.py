@@ -258,9 +258,10 @@ class _PredictionRoute(SelectiveRoute):
         self._registry = registry
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        name, version = path["model_name"], path.get("model_version")
-        # Versions may be models of different runtimes. If there is no such version, the default version decides.
-        model = find_model(self._registry, name, version) or find_model(self._registry, name, None)
+        name = path["model_name"]
+        model = find_model(self._registry, name, path.get("model_version"))
+        if model is None:  # versions may be of different runtimes; if the version is unknown, the default one decides
+            model = find_model(self._registry, name, None)
         return self._unknown if model is None else is_ours(model)
 
 
