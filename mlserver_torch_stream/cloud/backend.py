@@ -434,10 +434,11 @@ class BatchBackend(Backend):
                     if number in waiting and not waiting[number].done():
                         waiting[number].set_result(answers)
             raise StoreUnavailable(f"{self._url}: the server ended the exchange of batches")
-        except CloudError as error:
+        except Exception as error:  # also of an answer that is not valid
+            broken = StoreUnavailable(f"{self._url}: the answer to a batch cannot be read: {_named(error)}")
             for answer in list(waiting.values()):
                 if not answer.done():
-                    answer.set_exception(error)
+                    answer.set_exception(error if isinstance(error, CloudError) else broken)
 
     async def aclose(self) -> None:
         if self._exchange is not None:
@@ -520,7 +521,11 @@ def _unsent(error: Exception) -> Outcome:
 
 
 def _unreadable(error: Exception) -> RowFailed:
-    return RowFailed(f"the server's answer cannot be read: {type(error).__name__}: {error}", UNREADABLE)
+    return RowFailed(f"the server's answer cannot be read: {_named(error)}", UNREADABLE)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _torchserve_error(body: bytes) -> Mapping[str, Any]:

@@ -209,8 +209,13 @@ async def _open(run: CloudRun) -> InputLocation | UrlStore:
     if run.input is None:
         from mlserver_torch_stream.cloud.urls import UrlStore, read_url_list  # servers, which run batches, need no HTTP
 
-        listed = await _read_manifest(run) if run.urls is None else "\n".join(run.urls).encode()
-        return UrlStore(read_url_list(listed), run.storage, run.stall_s)
+        if run.urls is None:
+            return UrlStore(read_url_list(await _read_manifest(run)), run.storage, run.stall_s)
+        try:
+            return UrlStore(read_url_list("\n".join(run.urls).encode()), run.storage, run.stall_s)
+        except RunRefused as error:
+            message = error.message.replace("--manifest: line", "urls: number").replace("on line", "number")
+            raise RunRefused(message) from None
     return await open_input(run.input, run.storage, run.retry, manifest=run.manifest is not None, stall_s=run.stall_s)
 
 
@@ -220,8 +225,10 @@ async def _list(run: CloudRun, place: InputLocation | UrlStore) -> list[Listed]:
         objects = await list_objects(place, run.glob, manifest, run.retry)
     else:
         objects = await heads(place, list(place.urls), run.retry)
+    if not objects and run.urls is not None:
+        raise RunRefused("urls: is empty; give at least one URL")
     if not objects:
-        where = run.input or run.manifest or "the list of URLs"
+        where = run.input or run.manifest
         raise RunRefused(f"--input: nothing found in {where}" + (f" that matches {run.glob}" if run.glob else ""))
     return objects
 

@@ -137,16 +137,21 @@ class Watcher:
         return replace(run, output=f"{self.output.url}/result-{name}")
 
     async def watch(self, announcements: AsyncGenerator[Announced, None], most: int | None = None) -> None:
-        """Infers announced objects until the ``announcements`` end or ``most`` objects are done.
+        """Infers announced objects until the ``announcements`` end or ``most`` objects are done. An object whose
+        announcement is withdrawn does not count.
 
         Raises CloudError if results cannot be written.
         """
         running: set[asyncio.Task[None]] = set()
         next_object: asyncio.Task[Announced | None] | None = None
         ended = False
+
+        def wants_more() -> bool:
+            return not ended and self.seen != most
+
         try:
-            while running or not ended:
-                if next_object is None and not ended and len(running) < self.objects:
+            while running or wants_more():
+                if next_object is None and wants_more() and len(running) < self.objects:
                     next_object = asyncio.create_task(_next(announcements))
                 await asyncio.wait(
                     {*running, *([next_object] if next_object else [])}, return_when=asyncio.FIRST_COMPLETED
@@ -157,7 +162,7 @@ class Watcher:
                     if announced is not None:
                         running.add(asyncio.create_task(self._object(announced)))
                         self.seen += 1
-                    ended = announced is None or self.seen == most
+                    ended = announced is None
         finally:
             left = [*running, *([next_object] if next_object else [])]
             for task in left:
@@ -171,6 +176,8 @@ class Watcher:
         except CloudError:
             if await announced.stands():
                 raise
+        if not await announced.stands():
+            self.seen -= 1
         await announced.done()
 
     async def _write_result(self, announced: Announced) -> None:

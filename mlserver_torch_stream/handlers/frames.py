@@ -17,6 +17,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 MAX_BYTES = 1 << 30  # the bound of a message's header, and of its body; larger values are refused before the send
 MAX_READ = 1 << 18  # bytes that are read from a connection at once
+DROPPED = "dropped"  # in the header of a frame whose body was too large and is missing: the body's size in bytes
 
 
 class BrokenFrame(Exception):
@@ -53,12 +54,17 @@ def bytes_in_frame(value: bytes, *texts: str) -> int:
 class FrameBuffer:
     """Collects bytes and returns the complete frames.
 
-    ``parse`` parses a header, or raises ValueError. ``max_bytes`` is the limit for a header, and for a body.
+    ``parse`` parses a header, or raises ValueError. ``max_bytes`` is the limit for a header, and for a body. With
+    ``drops``, a body that is too large is dropped as it arrives, and its frame has ``DROPPED`` in its header.
     """
 
-    def __init__(self, parse: Callable[[bytes], Any] = json.loads, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, parse: Callable[[bytes], Any] = json.loads, max_bytes: int = MAX_BYTES, drops: bool = False
+    ) -> None:
         self._parse = parse
         self._max_bytes = max_bytes
+        self._drops = drops
+        self._unwanted = 0  # bytes of a dropped body that have not arrived yet
         self._data = bytearray()
         self._taken = 0  # bytes at the buffer's beginning that were returned already
 
@@ -71,19 +77,24 @@ class FrameBuffer:
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
         """Removes and returns the next frame; None if it is not complete yet. Raises BrokenFrame if it is not valid."""
+        if self._unwanted:
+            passed = min(self._unwanted, len(self._data) - self._taken)
+            self._taken, self._unwanted = self._taken + passed, self._unwanted - passed
         start = self._taken + _LENGTHS.size
         if len(self._data) < start:
             return None
-        header_bytes, body_bytes = _lengths(self._data, self._taken, self._max_bytes)
-        middle, end = start + header_bytes, start + header_bytes + body_bytes
+        header_bytes, body_bytes = _lengths(self._data, self._taken, self._max_bytes, self._drops)
+        dropped = body_bytes if body_bytes > self._max_bytes else 0
+        middle, end = start + header_bytes, start + header_bytes + body_bytes - dropped
         if len(self._data) < end:
             return None
         with memoryview(self._data) as view:
             encoded, body = bytes(view[start:middle]), bytes(view[middle:end])
-        self._taken = end
+        self._taken, self._unwanted = end, dropped
         if end == len(self._data):
             self._data, self._taken = bytearray(), 0
-        return _header(encoded, self._parse), body
+        header = _header(encoded, self._parse)
+        return {**header, DROPPED: dropped} if dropped else header, body
 
 
 class FrameReader:
@@ -129,10 +140,13 @@ class FrameReader:
         self._file.close()
 
 
-def _lengths(data: bytes | bytearray, start: int = 0, max_bytes: int = MAX_BYTES) -> tuple[int, int]:
+def _lengths(
+    data: bytes | bytearray, start: int = 0, max_bytes: int = MAX_BYTES, drops: bool = False
+) -> tuple[int, int]:
     header_bytes, body_bytes = _LENGTHS.unpack_from(data, start)
-    if max(header_bytes, body_bytes) > max_bytes:
-        raise BrokenFrame(f"a message of {max(header_bytes, body_bytes)} bytes is too large: the limit is {max_bytes}")
+    largest = header_bytes if drops else max(header_bytes, body_bytes)
+    if largest > max_bytes:
+        raise BrokenFrame(f"a message of {largest} bytes is too large: the limit is {max_bytes}")
     return header_bytes, body_bytes
 
 

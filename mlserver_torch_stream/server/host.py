@@ -546,6 +546,13 @@ class HttpProtocol(HttpToolsProtocol):
     def client_may_send(self) -> bool:
         return not self.flow.read_paused
 
+    def read_on(self) -> None:
+        """Reads the connection again, so that its end is noticed: uvicorn stops reading at a large part of a body and
+        at a pipelined request.
+        """
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+
     def declines(self) -> bool:
         """Whether the current request offers an upgrade to a protocol that uvicorn does not speak."""
         offered = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)

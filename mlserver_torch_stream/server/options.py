@@ -44,7 +44,8 @@ class ServerOptions(BaseModel):
     """Time after which a client that reads nothing is disconnected; 0 means never."""
     piece_timeout: float = Field(60.0, ge=0)
     """Longest time between the pieces of a prompt (`stream_mode` `prompt`), of a file or of a REST request's body, and
-    for the head of a REST request; 0 means no bound."""
+    for the head of a REST request; 0 means no bound. While batches of a run are answered, its client may send nothing
+    for longer."""
     # Not `triton_grpc_port`: Kubernetes sets variables that end in _PORT.
     grpc_port_triton: int = Field(0, ge=0, le=65535)
     """Port of [Triton's gRPC service](triton.md), on which Triton's clients can stream; 0 means no such port."""

@@ -31,6 +31,7 @@ from mlserver_torch_stream.cloud.rows import (
     StoreUnavailable,
 )
 from mlserver_torch_stream.cloud.run import CloudRun, stream
+from mlserver_torch_stream.handlers.frames import encode_frame
 from tests.cloud.models import model_server
 from tests.scripted_http import Handler, serving
 
@@ -49,7 +50,7 @@ def _ask(url: str, batch: Sequence[Row], **settings: Any) -> list[Outcome]:
         finally:
             await infer.aclose()
 
-    return asyncio.run(ask())
+    return asyncio.run(asyncio.wait_for(ask(), 60))
 
 
 @pytest.mark.parametrize("trouble", ["cut", 502])
@@ -256,6 +257,20 @@ def test_a_key_that_the_server_repeats_is_in_no_failure(monkeypatch: pytest.Monk
     with model_server(trouble=lambda prompt, before: wrong) as server:
         (bad,) = _ask(server.url, [_row(0)], api="openai", key="sk-secret", retry=_QUICK)
     assert "*** may not ask this" in str(bad.failure) and "sk-secret" not in str(bad.failure)
+
+
+@pytest.mark.parametrize("said", [b"<html>sign in first</html>", encode_frame({"batches": 0})])
+def test_an_answer_to_a_batch_that_cannot_be_read_ends_the_run(said: bytes) -> None:
+    class Odd(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, b'{"workers": []}', {"Content-Type": "application/json"})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.rfile.readline(), 16))  # the first chunk of the body
+            self.answer(200, said)
+
+    with serving(Odd) as url, pytest.raises(StoreUnavailable, match="cannot be read"):
+        _ask(url, [_row(0), _row(1)], retry=_QUICK)
 
 
 def test_no_server_ends_the_run() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from mlserver_torch_stream.cloud.answers import AnswerTooLarge, PieceCollector, predicted
+from mlserver_torch_stream.cloud.backoff import Retry
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.pipeline import PipelineLimits
 from mlserver_torch_stream.cloud.rows import Kind, Result, Row, RunIdentity, RunRefused
@@ -115,10 +116,76 @@ def test_a_list_of_urls_is_streamed_in_batches_to_a_server_of_this_project(mlser
         urls = [f"{host.url}/{size}.bin" for size in (3, 1, 2, 6, 5, 4)]
         keys = [(url, int(url[-5]), 3) for url in urls]
         assert asyncio.run(answers(urls, None)) == keys
-        assert any(size != 3 for _, _, size in asyncio.run(answers(urls, False)))
+        assert [found[:2] for found in asyncio.run(answers(urls, False))] == [found[:2] for found in keys]
         for run in ({"urls": urls, "output": "out"}, {"urls": urls, "input": "in"}):
             with pytest.raises(RunRefused, match="urls: "):
                 CloudRun(**run)
+
+
+# Sleeps if a body begins with "slow".
+_SLEEPS = """
+import time
+
+def handle(data, context):
+    if data is None:
+        return None
+    time.sleep(3.0 if any(bytes(row["body"]).startswith(b"slow") for row in data) else 0.0)
+    return [len(row["body"]) for row in data]
+"""
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its clients may pause for a second and a half, and send bodies of at most 100,000 bytes. It says often that it is
+    alive.
+    """
+    folder = tmp_path_factory.mktemp("strict")
+    model = Model("sleeps", str(write(folder / "h", _SLEEPS)), implementation=TORCHSERVE, extra=SHIM)
+    limits = {"PIECE_TIMEOUT": "0.5", "MAX_BODY_BYTES": "100000", "SSE_PING_INTERVAL": "0.2"}
+    environment = {f"MLSERVER_TORCH_STREAM_{name}": value for name, value in limits.items()}
+    with serve(folder / "models", [model], settings=SETTINGS, environment=environment) as running:
+        yield running
+
+
+def _streamed(
+    server: Server, folder: Path, bodies: Mapping[str, bytes], limits: PipelineLimits, timeout: float = 60.0
+) -> list[Any]:
+    """Returns the prediction for each object, or the status of its failure. A request is not sent again."""
+    for name, body in bodies.items():
+        (folder / name).write_bytes(body)
+
+    async def results() -> list[Any]:
+        run = CloudRun(str(folder), kind=Kind.BYTES, limits=limits)
+        endpoint = ServerEndpoint(server.url, "sleeps", "torchserve", timeout=timeout, retry=Retry(tries=1))
+        return [
+            found.outcome.failure.status if found.outcome.failure else (found.outcome.response or {})["predictions"][0]
+            async for found in stream(run, endpoint)
+        ]
+
+    return asyncio.run(results())
+
+
+def test_a_batch_may_take_longer_than_a_client_may_pause_within_a_body(strict: Server, tmp_path: Path) -> None:
+    """All batches are one body, so the client sends nothing while it waits for the only batch."""
+    bodies = {"1.bin": b"slow", "2.bin": b"quick", "3.bin": b"slowly"}
+    assert _streamed(strict, tmp_path, bodies, PipelineLimits(batch_rows=1, batches=1)) == [4, 5, 6]
+
+
+def test_a_server_that_answers_a_batch_is_not_silent(strict: Server, tmp_path: Path) -> None:
+    limits = PipelineLimits(batch_rows=1, batches=1)
+    assert _streamed(strict, tmp_path, {"1.bin": b"slow", "2.bin": b"slowly"}, limits, timeout=1.0) == [4, 6]
+
+
+@pytest.mark.parametrize("large", [0, 2])
+@pytest.mark.parametrize("batch_rows", [1, 4])
+def test_an_object_that_the_server_does_not_take_fails_alone(
+    strict: Server, large: int, batch_rows: int, tmp_path: Path
+) -> None:
+    """Wherever it comes, no other batch of the same body fails."""
+    bodies = {f"{number}.bin": bytes(200_000 if number == large else 100_000) for number in range(4)}
+    limits = PipelineLimits(batch_rows=batch_rows, max_wait=1.0)
+    expected = [413 if number == large else 100_000 for number in range(4)]
+    assert _streamed(strict, tmp_path, bodies, limits) == expected
 
 
 @dataclass

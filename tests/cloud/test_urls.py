@@ -318,3 +318,16 @@ def test_options_that_two_kinds_of_buckets_would_get_are_refused(tmp_path: Path)
 def test_what_cannot_be_an_input_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(RunRefused, match=named):
         CloudRun(**{"input": "in", **changes})
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [
+        ([], "urls: is empty"),
+        (["https://host/a", "ftp://host/b"], "urls: number 2 is not a URL"),
+        (["https://host/a", "https://host/a"], "urls: number 2 repeats https://host/a, which is already number 1"),
+    ],
+)
+def test_what_is_wrong_in_a_list_of_python_is_named_as_such(urls: list[str], said: str) -> None:
+    with pytest.raises(RunRefused, match=said):
+        asyncio.run(plan(CloudRun(urls=urls)))

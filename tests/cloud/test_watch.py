@@ -171,6 +171,28 @@ def test_an_earlier_result_is_looked_for_while_the_object_is_read(there: bool) -
     assert (len(model.asked), len(written)) == ((0, 0) if there else (1, 1))
 
 
+def test_an_object_whose_announcement_is_withdrawn_is_none_of_the_limit() -> None:
+    async def announcements() -> AsyncGenerator[Announced, None]:
+        async def withdrawn() -> bool:
+            return False
+
+        async def is_done() -> None: ...
+
+        yield Announced("a.txt", is_done, withdrawn)
+        yield Announced("b.txt", is_done)
+        yield Announced("c.txt", is_done)
+
+    async def act() -> list[bytes]:
+        store, output = Store.memory(), Store.memory()
+        for name in "abc":
+            await store.put(f"{name}.txt", name.encode())
+        await Watcher(store, output, Model(), {}, objects=1).watch(announcements(), 1)
+        return [await output.get(info.key) async for info in output.list()]
+
+    (found,) = asyncio.run(act())
+    assert json.loads(found)["key"] == "b.txt"
+
+
 def test_more_results_than_are_kept_of_one_object_are_one_failed_row_that_is_told() -> None:
     told: list[str] = []
 

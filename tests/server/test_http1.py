@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from typing import Any
@@ -197,6 +200,32 @@ def test_a_client_that_leaves_ends_the_requests_that_it_has_sent_ahead(slow: Ser
     slow.wait_for("tiny", lambda counters: counters["running_sequences"] == 0, seconds=8)
     wait_until(lambda: "client=disconnected" in slow.log[begun:], "the line of the request")
     assert "Traceback" not in slow.log[begun:]
+
+
+def test_a_client_that_leaves_before_a_whole_answer_ends_what_it_has_sent_ahead(impatient: Server) -> None:
+    """uvicorn does not read on after the head of the second request."""
+    request = raw.post(_INFER, v2.rest_body("Hello", max_tokens=900, ignore_eos=True))  # 18 s of steps
+    with raw.connected(impatient) as connection:
+        connection.sendall(request * 2)
+        impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
+    impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 0, seconds=8)
+
+
+def test_a_client_that_leaves_after_a_large_body_is_noticed(impatient: Server) -> None:
+    """uvicorn stops reading at a large part of a body. Here this is the last part, as the server is stopped meanwhile;
+    the parts before it make the kernel accept so many bytes.
+    """
+    body = json.dumps(v2.rest_body("Hello", max_tokens=900, ignore_eos=True)).encode() + b" " * 8_000_000
+    with raw.connected(impatient) as connection:
+        connection.sendall(raw.head(_INFER, f"Content-Length: {len(body)}") + body[:-200_000])
+        time.sleep(0.3)  # the server waits for the last part
+        os.kill(impatient.process.pid, signal.SIGSTOP)
+        try:
+            connection.sendall(body[-200_000:])
+        finally:
+            os.kill(impatient.process.pid, signal.SIGCONT)
+        impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
+    impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 0, seconds=8)
 
 
 @pytest.mark.parametrize(

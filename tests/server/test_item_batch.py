@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from mlserver_torch_stream.handlers.frames import FrameBuffer, encode_frame
+from mlserver_torch_stream.handlers.frames import DROPPED, FrameBuffer, encode_frame
 from tests.server.harness import HOST, Server
 from tests.waiting import wait_until
 
@@ -56,6 +56,18 @@ def test_an_item_without_a_path_is_refused_by_name(server: Server, header: dict[
     answer = buffer.take()
     assert answer is not None and answer[0]["status"] == 400
     assert json.loads(answer[1])["error"]["param"] == "path"
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+def test_a_body_that_is_too_large_is_dropped_in_whatever_pieces_it_comes(size: int) -> None:
+    frames = [({"a": 1}, b"x" * 100), ({"b": 2}, b"y" * 500), ({}, b""), ({"c": 3}, b"z" * 101), ({"d": 4}, b"")]
+    sent, buffer, found = b"".join(encode_frame(*frame) for frame in frames), FrameBuffer(max_bytes=100, drops=True), []
+    for at in range(0, len(sent), size):
+        buffer.feed(sent[at : at + size])
+        while (frame := buffer.take()) is not None:
+            found.append(frame)
+    frames[1], frames[3] = ({"b": 2, DROPPED: 500}, b""), ({"c": 3, DROPPED: 101}, b"")
+    assert found == frames
 
 
 def test_what_follows_the_first_batch_and_is_none_ends_the_connection(server: Server) -> None:

@@ -13,8 +13,8 @@ import math
 import re
 import socket
 import struct
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -115,6 +115,7 @@ class WatchedConnection:
             self._begins = loop.call_soon(self._left)
         else:
             self._protocol.watchers.add(self._left)
+            self._protocol.read_on()
 
     async def __aexit__(self, *error: object) -> None:
         if self._protocol is not None:
@@ -127,6 +128,21 @@ class WatchedConnection:
 
     def _begin(self) -> None:
         self._watcher = asyncio.create_task(_watch(self._receive, self._left))
+
+
+@contextmanager
+def letting_pause(scope: Scope) -> Iterator[None]:
+    """During the ``with`` block the client may pause within its body, because it waits for a part of the response."""
+    transport = scope.get(_KEY)
+    protocol = None if transport is None else transport.get_protocol()
+    if not isinstance(protocol, Http1):
+        yield
+        return
+    protocol.begin_answer()
+    try:
+        yield
+    finally:
+        protocol.end_answer()
 
 
 async def _watch(receive: Receive, left: Callable[[], None]) -> None:
@@ -161,8 +177,9 @@ class Http1(HttpProtocol):
     answered over HTTP/1.
 
     A client must send the head of a request within ``piece_timeout`` seconds, and may then not pause longer than this
-    within the body. It must read some of a response at least every ``stalled_reader_timeout`` seconds, unless that is
-    0. Otherwise its connection is closed. When a client disconnects, all its pipelined requests end.
+    within the body, unless the server owes it a part of the response. It must read some of a response at least every
+    ``stalled_reader_timeout`` seconds, unless that is 0. Otherwise its connection is closed. When a client disconnects,
+    all its pipelined requests end.
     """
 
     def __init__(self, *args: Any, options: ServerOptions, door: DirectDoor, **more: Any) -> None:
@@ -174,6 +191,7 @@ class Http1(HttpProtocol):
         self._stalled_after = options.stalled_reader_timeout
         # When the last bytes of an incomplete request arrived; None if no request is incomplete.
         self._waiting_since: float | None = None
+        self._owed = 0  # parts of the response for which the client waits before it sends more of its body
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self.lost = False  # True: the client has disconnected
@@ -249,13 +267,24 @@ class Http1(HttpProtocol):
         self._waiting_since = None
         return True
 
+    def begin_answer(self) -> None:
+        """Called when the server begins to make a part of the response for which the client waits within its body."""
+        self._owed += 1
+
+    def end_answer(self) -> None:
+        """Called when such a part has been sent, or will not be sent."""
+        self._owed -= 1
+        if self._waiting_since is not None:
+            self._waiting_since = self.loop.time()
+
     def _wait_for_more(self) -> None:
         self._waiting_since = self.loop.time()
         if self._timer is None and self._silent_after:
             self._timer = self.loop.call_later(self._silent_after + _GRACE_S, self._check_silence)
 
     def _check_silence(self) -> None:
-        """Closes the connection if the client has sent nothing for too long, unless reading is paused.
+        """Closes the connection if the client has sent nothing for too long, unless reading is paused or the client
+        waits for a part of the response.
 
         Many requests share one timer.
         """
@@ -263,7 +292,7 @@ class Http1(HttpProtocol):
         if self._waiting_since is None:
             return
         now = self.loop.time()
-        since = self._waiting_since if self.client_may_send else now
+        since = self._waiting_since if self.client_may_send and not self._owed else now
         left = since + self._silent_after + _GRACE_S - now
         if left > 0:
             self._timer = self.loop.call_later(left, self._check_silence)

@@ -16,7 +16,7 @@ from mlserver_torch_stream.server.host import ReceivedRequest, ServerHost, count
 from mlserver_torch_stream.server.observability.request_observer import EndpointKind
 from mlserver_torch_stream.server.options import ServerOptions
 from mlserver_torch_stream.server.request import EnteredModel, HandlerModel, PieceReply
-from mlserver_torch_stream.server.rest.connection import NotesTransport
+from mlserver_torch_stream.server.rest.connection import NotesTransport, as_length
 from mlserver_torch_stream.server.rest.endpoints import COUNTED, CountedRequest
 from mlserver_torch_stream.server.rest.prediction_messages import (
     first_headers,
@@ -63,9 +63,10 @@ class DirectPredictions:
         if app is not self._app:
             self._app, self._counting = app, counting_layer(app, NotesTransport)
         headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"")
-        is_small = length.isdigit() and int(length) <= self._max_bytes
-        if self._counting is None or scope["root_path"] or not is_small or not _OF_OTHERS.isdisjoint(headers):
+        length = as_length(headers.get(b"content-length", b"").decode("latin-1"))
+        if length is None or length > self._max_bytes or not _OF_OTHERS.isdisjoint(headers):
+            return False
+        if self._counting is None or scope["root_path"]:
             return False
         _, version, model = self._named(scope)
         if model is None:

@@ -5,14 +5,15 @@ batch's number, and ``items``, the number of its items, followed by one frame fo
 the same form, in the order of the items, and is sent when all items are answered. The items of a token model are bodies
 of OpenAI's API, which are generated independently; the items of a handler are one batch of the handler. An item that
 belongs to a sequence is a separate batch, and its field ``sequence`` has V2's parameters of the sequence. A frame with
-``cancel`` ends a batch, and one with ``end_sequence`` a sequence of which no further item comes. An invalid body is
-answered with 400; after the first batch, the connection is closed instead. ``GET`` describes the model's workers.
+``cancel`` ends a batch, and one with ``end_sequence`` a sequence of which no further item comes. While batches are
+being answered, an answer without items says at intervals that the server is alive. An invalid body is answered with
+400; after the first batch, the connection is closed instead. ``GET`` describes the model's workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from mlserver.logging import logger
 from starlette.types import Receive, Scope, Send
 
 from mlserver_torch_stream.errors import InvalidInput, RequestError
-from mlserver_torch_stream.handlers.frames import BrokenFrame, FrameBuffer, encode_frame
+from mlserver_torch_stream.handlers.frames import DROPPED, BrokenFrame, FrameBuffer, encode_frame
 from mlserver_torch_stream.protocol.openai_spelling import OPENAI_CHAT, OPENAI_SPELLINGS, OpenAISpelling
 from mlserver_torch_stream.protocol.spelling import PostedBody, ReplyContext
 from mlserver_torch_stream.protocol.spellings import RestRoute
@@ -41,9 +42,11 @@ from mlserver_torch_stream.server.request import (
     is_ours,
 )
 from mlserver_torch_stream.server.rest.connection import (
+    BodyTooLarge,
     ClientLeft,
     WatchedConnection,
     abort,
+    letting_pause,
     parse_object,
     send_json,
     send_refusal,
@@ -58,6 +61,7 @@ MAX_ANSWER_PIECES = 1 << 18  # pieces of one item's answer, each of which takes 
 _MAX_MESSAGE_BYTES = 2000
 _UNBOUNDED = 1 << 30
 _FRAMES = [(b"content-type", b"application/octet-stream")]
+_ALIVE = encode_frame({"batch": -1, "items": 0})
 
 Item = tuple[dict[str, Any], bytes]
 
@@ -84,6 +88,7 @@ class _BatchEndpoint:
         self._host = host
         self._lifecycle = lifecycle
         self._max_body_bytes = options.max_body_bytes
+        self._ping_interval = options.sse_ping_interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -114,6 +119,10 @@ class _BatchEndpoint:
         turns = asyncio.Semaphore(max(1, described["maxWorkers"]) + 1 if waits else _UNBOUNDED)
         tasks: dict[int, asyncio.Task[None]] = {}
 
+        async def answer(number: int, items: list[Item]) -> None:
+            with letting_pause(scope):
+                await self._answer(found, number, items, turns, send)
+
         def take(number: int | str, items: list[Item] | None) -> None:
             if isinstance(number, str):
                 if isinstance(found, HandlerModel):
@@ -121,7 +130,7 @@ class _BatchEndpoint:
             elif items is not None:
                 if number in tasks:
                     raise InvalidInput("batch", f"{number} is already being answered")
-                tasks[number] = asyncio.create_task(self._answer(found, number, items, turns, send))
+                tasks[number] = asyncio.create_task(answer(number, items))
                 tasks[number].add_done_callback(lambda _: tasks.pop(number))
             elif number in tasks:
                 tasks[number].cancel()
@@ -130,6 +139,7 @@ class _BatchEndpoint:
             for task in list(tasks.values()):
                 task.cancel()
 
+        pinging = asyncio.create_task(self._ping(tasks, send))
         try:
             if first is not None:
                 take(*first)
@@ -138,12 +148,21 @@ class _BatchEndpoint:
             async with WatchedConnection(scope, receive, end):
                 if tasks:
                     await asyncio.wait(tasks.values())
+            pinging.cancel()
             await send({"type": "http.response.body", "body": b""})
         except InvalidInput as error:
             logger.warning(f"The connection that sends batches to model '{found.name}' is closed: {error.message}")
             abort(scope)
         finally:
+            pinging.cancel()
             end()
+
+    async def _ping(self, tasks: Collection[object], send: Send) -> None:
+        """Tells the client at intervals that the server is alive, while there are ``tasks``."""
+        while self._ping_interval:
+            await asyncio.sleep(self._ping_interval)
+            if tasks:
+                await send({"type": "http.response.body", "body": _ALIVE, "more_body": True})
 
     async def _answer(
         self, found: ServedModel, number: int, items: Sequence[Item], turns: asyncio.Semaphore, send: Send
@@ -163,6 +182,12 @@ class _BatchEndpoint:
 
     async def _answers(self, model: ServedModel, items: Sequence[Item]) -> list[bytes]:
         """Returns a frame for each item. Raises RequestError if the model cannot answer any of them now."""
+        fitting = [item for item in items if DROPPED not in item[0]]
+        answers = iter(await self._fitting_answers(model, fitting))
+        error = BodyTooLarge(f"body: larger than {self._max_body_bytes} bytes")
+        return [self._refusal(model, OPENAI_CHAT, error) if DROPPED in header else next(answers) for header, _ in items]
+
+    async def _fitting_answers(self, model: ServedModel, items: Sequence[Item]) -> list[bytes]:
         if isinstance(model, TokenModel):
             return await _gather([self._completion(model, header, body) for header, body in items])
         assert isinstance(model, HandlerModel)
@@ -274,9 +299,9 @@ async def _batches(receive: Receive, max_bytes: int) -> AsyncIterator[tuple[int 
     """Yields the number and the items of each batch. If the items are None, the batch is to be cancelled. A text is the
     id of a sequence that ends.
 
-    ``max_bytes`` bounds an item. Raises ClientLeft or InvalidInput.
+    The body of an item that is larger than ``max_bytes`` is dropped. Raises ClientLeft or InvalidInput.
     """
-    buffer = FrameBuffer(max_bytes=max_bytes)
+    buffer = FrameBuffer(max_bytes=max_bytes, drops=True)
     batch: tuple[int, list[Item]] | None = None
     count, more = 0, True
     while more:

@@ -258,7 +258,10 @@ class _PredictionRoute(SelectiveRoute):
         self._registry = registry
 
     def takes(self, scope: Scope, path: Mapping[str, str]) -> bool:
-        model = find_model(self._registry, path["model_name"], None)
+        name = path["model_name"]
+        model = find_model(self._registry, name, path.get("model_version"))
+        if model is None:  # versions may be of different runtimes; if the version is unknown, the default one decides
+            model = find_model(self._registry, name, None)
         return self._unknown if model is None else is_ours(model)
 
 
