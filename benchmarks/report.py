@@ -94,9 +94,9 @@ def _columns(result: Mapping[str, Any]) -> Iterator[Column]:
 
 def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
     found = {name for column in _columns(result) for name in (*column.cases, *column.server["failures"])}
-    bursts, prompts = (
+    bursts, prompts, bodies = (
         sorted((each for each in found if re.fullmatch(kind, each)), key=lambda name: int(name[1:]))
-        for kind in (r"c\d+", r"p\d+")
+        for kind in (r"c\d+", r"p\d+", r"r\d+")
     )
     streams, sizes = " / ".join(name[1:] for name in bursts), " / ".join(f"{int(name[1:]):,}" for name in prompts)
     usual = "median" if "shape" in result else "best"
@@ -143,6 +143,10 @@ def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
         rows.append((f"share of the machine's limit, first token of {sizes}", shares(prompts)))
     return [
         *rows,
+        (
+            f"requests/s with bodies of {' / '.join(name[1:] for name in bodies)} bytes, median",
+            over(bodies, "requests_per_s", "median"),
+        ),
         ("longest pause, ms", over(bursts, "itl_max_ms")),
         ("most memory, MiB", _memory),
         ("memory when idle, MiB, median", at_start("idle_rss_mib")),
