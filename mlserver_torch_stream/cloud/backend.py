@@ -292,7 +292,8 @@ class TensorBackend(RowBackend):
         values, content_type = [each.value for each in elements], elements[0].content_type
         described: dict[str, Any] = {"content_type": content_type}
         shape = [len(values), *[1] * (len(self._shape or [1]) - 1)]
-        tensor = {"name": self.endpoint.tensor, "shape": shape, "datatype": "BYTES", "parameters": described}
+        tensor: dict[str, Any] = {"name": self.endpoint.tensor, "shape": shape, "datatype": "BYTES"}
+        tensor["parameters"] = described
         raw = b""
         try:
             tensor["data"] = _texts(values, content_type)
