@@ -84,7 +84,11 @@ def _streamed(server: Server, place: Path) -> list[Any]:
 
 def test_rows_with_other_parameters_are_other_requests_and_messages_are_refused(server: Server, tmp_path: Path) -> None:
     said = [{"prompt": f"{number}", "said": "!"} for number in range(3)]
-    mixed: list[dict[str, Any]] = [{"prompt": "3", "said": "?"}, {"prompt": "4"}, {"messages": [{"role": "user", "content": "5"}]}]
+    mixed: list[dict[str, Any]] = [
+        {"prompt": "3", "said": "?"},
+        {"prompt": "4"},
+        {"messages": [{"role": "user", "content": "5"}]},
+    ]
     found = _streamed(server, _write(tmp_path, [*said, *mixed]))
     assert found[:3] == [_answer(f"{number}!, 1 of 3") for number in range(3)]
     assert found[3:] == [
