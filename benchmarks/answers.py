@@ -44,13 +44,17 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished answer. ``arrivals`` are the times of the events with text; both counts are the server's own."""
+    """A finished answer. ``arrivals`` are the times of the events with text; both counts are the server's own.
+
+    ``text`` is what the events add up to; it is empty over gRPC.
+    """
 
     started: float
     ended: float
     arrivals: tuple[float, ...]
     prompt_tokens: int
     new_tokens: int
+    text: str = ""
 
     @property
     def ttft(self) -> float:

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(
-    options: argparse.Namespace, name: str, plan: Plan, contenders: Mapping[str, Contender], more: Mapping[str, Any]
+    options: argparse.Namespace,
+    name: str,
+    plan: Plan,
+    contenders: Mapping[str, Contender],
+    more: Mapping[str, Any],
+    run: Callable[[Mapping[str, Contender], Plan, Recorder], None] = run_sweeps,
 ) -> dict[str, Any]:
     """Measures the cells that have no line yet in this chip's file of results, and returns the whole run."""
     described = machine.describe()
@@ -59,7 +64,7 @@ def measure(
             Path(nowhere) / "quick.jsonl" if options.quick else FOLDER / f"{machine.chip()}.jsonl"
         )
         recorder = Recorder(path, head, options.again)
-        run_sweeps(contenders, plan, recorder)
+        run(contenders, plan, recorder)
         return recorder.run.as_result()
 
 

@@ -7,14 +7,17 @@ import json
 import math
 import random
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import httpx
 
 from benchmarks import load
 from benchmarks.answers import Answer, Ask
+from benchmarks.endpoints import BadAnswer, HttpEndpoint
 from benchmarks.figures import Figures, disturbance, span, spread, summarize
 from benchmarks.load import Endpoint
 from benchmarks.process import Usage
@@ -29,6 +32,8 @@ _DRAWN = 0.8  # the temperature of answers that are not greedy
 _LIST = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 100}  # longer than an answer
 _BATCH_STARTS_S = 120.0
 _BUSY = ("validating", "in_progress")
+_WRK = 'wrk.method="POST"\nwrk.body=string.rep("x", {})\nwrk.headers["Content-Type"]="application/octet-stream"\n'
+_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,13 @@ class Scale:
     loop_requests: int = 64
     loop_prompts: tuple[int, int] = (32, 2000)
     loop_answers: tuple[int, int] = (16, 512)
+    wrk_s: int = 10
 
 
 QUICK = Scale(
     new_tokens=8, wave_streams=2, late_new_tokens=2, running_new_tokens=48, outlasting_new_tokens=16,
     mix_requests=6, mix_per_s=4.0, mix_prompts=(32, 200), mix_answers=(4, 16), batch_rows=60,
-    loop_requests=6, loop_prompts=(32, 200), loop_answers=(4, 16),
+    loop_requests=6, loop_prompts=(32, 200), loop_answers=(4, 16), wrk_s=1,
 )  # fmt: skip
 
 
@@ -64,7 +70,10 @@ class BatchTooShort(Exception):
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of a case against an endpoint. ``numbers`` are those of the case's name, ``sweep`` names the run."""
+    """One run of a case against an endpoint. ``numbers`` are those of the case's name, ``sweep`` names the run.
+
+    ``answers`` gets the answers of cases that run in waves.
+    """
 
     name: str
     numbers: Mapping[str, int]
@@ -73,6 +82,7 @@ class _Run:
     endpoint: Endpoint
     pid: int
     sweep: object
+    answers: list[Answer] = field(default_factory=list)
 
     async def at_once(self) -> Figures:
         streams = self.numbers["streams"]
@@ -194,7 +204,27 @@ class _Run:
         async with Usage(self.pid) as usage:
             recorded = [await load.together(self.endpoint, asks) for asks in waves]
         answers = [load.read(self.endpoint, *wave) for wave in zip(waves, recorded, strict=True)]
+        self.answers.extend(answer for wave in answers for answer in wave)
         return {**summarize(answers), **usage.figures}
+
+    async def requests(self) -> Figures:
+        """Has wrk send bodies of one size, first for some seconds that are not measured. Raises BadAnswer."""
+        assert isinstance(self.endpoint, HttpEndpoint)
+        url = f"http://127.0.0.1:{self.endpoint.port}{self.endpoint.spelling.path}"
+        with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+            script.write(_WRK.format(self.numbers["bytes"]))
+            script.flush()
+            wrk = ["wrk", "-t1", "-c64", "--latency", "-s", script.name, url]
+            await _told(*wrk, "-d3s")
+            async with Usage(self.pid) as usage:
+                said = await _told(*wrk, f"-d{self.scale.wrk_s}s")
+        if "Non-2xx" in said or "Socket errors" in said:
+            raise BadAnswer(said)
+        rate = float(re.findall(r"Requests/sec:\s*([\d.]+)", said)[0])
+        tails = re.findall(r"(50|99)%\s+([\d.]+)(\w+)", said)
+        times = {f"p{share}_ms": float(at) * _MS[unit] for share, at, unit in tails}
+        cpu_s = usage.figures["cpu_s"] / (rate * self.scale.wrk_s) * 1000
+        return {"requests_per_s": rate, **times, **usage.figures, "cpu_s_per_1000": cpu_s}
 
     async def _together(self, asks: Sequence[Ask]) -> list[Answer]:
         return load.read(self.endpoint, asks, await load.together(self.endpoint, asks))
@@ -242,6 +272,7 @@ _KINDS = (
     _Kind(r"c(?P<streams>\d+)-free", "{streams} at once, unconstrained", _Run.free),
     _Kind(r"turns(?P<streams>\d+)", "{streams} at once, in turn, and liveness beside them", _Run.turns),
     _Kind(r"batch(?P<requests>\d+)", "{requests} in turn, alone and beside a batch", _Run.beside_batch),
+    _Kind(r"r(?P<bytes>\d+)", "bodies of {bytes:,} bytes, always 64 requests in flight", _Run.requests),
 )
 
 
@@ -257,17 +288,19 @@ class Case:
 
     def __init__(self, name: str, scale: Scale, prompts: Prompts) -> None:
         self.name = name
+        self.answers: list[Answer] = []  # of the latest run, if the case runs in waves
         self._scale, self._prompts = scale, prompts
         self._kind, self._numbers = _kind_of(name)
 
     @property
     def streams(self) -> int:
-        """The largest number of streams that run at once."""
-        return max(self._numbers.get(name, 1) for name in ("streams", "many"))
+        """The largest number of streams that run at once; 0 if the case streams nothing."""
+        return 0 if "bytes" in self._numbers else max(self._numbers.get(name, 1) for name in ("streams", "many"))
 
     async def run(self, endpoint: Endpoint, pid: int, sweep: object) -> Figures:
         """Runs the case; no other ``sweep`` has the same prompts. Raises WrongCount, BadAnswer or BatchTooShort."""
         run = _Run(self.name, self._numbers, self._scale, self._prompts, endpoint, pid, sweep)
+        self.answers = run.answers
         return await self._kind.run(run)
 
 
@@ -313,6 +346,14 @@ def _create_batch(client: httpx.Client, prompts: Sequence[str], new_tokens: int)
     file = client.post("/files", data={"purpose": "batch"}, files={"file": ("rows.jsonl", "\n".join(rows).encode())})
     asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     return f"/batches/{client.post('/batches', json=asked).raise_for_status().json()['id']}"
+
+
+async def _told(*command: str) -> str:
+    """Runs a program and returns what it prints. Raises BadAnswer if it fails."""
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    if done.returncode:
+        raise BadAnswer(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
 
 
 def _log_uniform(dice: random.Random, low: int, high: int) -> int:

@@ -127,6 +127,7 @@ class HttpEndpoint:
 
     def read(self, recording: Recording) -> Answer:
         arrivals: list[float] = []
+        texts: list[str] = []
         usage = None
         for at, data in events(recording.chunks):
             if data == "[DONE]":
@@ -134,12 +135,13 @@ class HttpEndpoint:
             event = json.loads(data)
             if "error" in event:
                 raise BadAnswer(f"the server reports {data[:500]}")
-            if self.spelling.text(event):
+            if text := self.spelling.text(event):
                 arrivals.append(at)
+                texts.append(text)
             usage = self.spelling.usage(event) or usage
         if usage is None:
             raise BadAnswer("the stream ended without the server's token counts")
-        return Answer(recording.started, recording.ended, tuple(arrivals), *usage)
+        return Answer(recording.started, recording.ended, tuple(arrivals), *usage, "".join(texts))
 
     async def close(self) -> None:
         """Does nothing, since no connection stays open between requests."""

@@ -12,7 +12,7 @@ from benchmarks.answers import Answer
 
 Figures = dict[str, float]
 
-_MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s", "burst_tokens_per_s"})
+_MORE_IS_BETTER = frozenset({"tokens_per_s", "steady_tokens_per_s", "burst_tokens_per_s", "requests_per_s"})
 
 
 def percentile(values: Sequence[float], share: float) -> float:

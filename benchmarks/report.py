@@ -95,9 +95,9 @@ def _columns(result: Mapping[str, Any]) -> Iterator[Column]:
 
 def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
     found = {name for column in _columns(result) for name in (*column.cases, *column.server["failures"])}
-    bursts, prompts = (
+    bursts, prompts, bodies = (
         sorted((each for each in found if re.fullmatch(kind, each)), key=lambda name: int(name[1:]))
-        for kind in (r"c\d+", r"p\d+")
+        for kind in (r"c\d+", r"p\d+", r"r\d+")
     )
     streams, sizes = " / ".join(name[1:] for name in bursts), " / ".join(f"{int(name[1:]):,}" for name in prompts)
     usual = "median" if "shape" in result else "best"
@@ -144,6 +144,10 @@ def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
         rows.append((f"share of the machine's limit, first token of {sizes}", shares(prompts)))
     return [
         *rows,
+        (
+            f"requests/s with bodies of {' / '.join(name[1:] for name in bodies)} bytes, median",
+            over(bodies, "requests_per_s", "median"),
+        ),
         ("longest pause, ms", over(bursts, "itl_max_ms")),
         ("most memory, MiB", lambda column: _most(column, "rss_mib")),
         ("of it not pages of files", lambda column: _most(column, "anonymous_mib")),

@@ -1,4 +1,4 @@
-"""Runs cases on servers, one server at a time, in alternating sweeps. Each sweep starts each server again.
+"""Runs cases on servers, one server at a time or all beside each other, in sweeps. Each sweep starts each server again.
 
 Cells that the recorder already has are not run again.
 """
@@ -29,6 +29,7 @@ from benchmarks.servers import Contender, Live, StartFailed
 Result = TypeVar("Result")
 _WARM_STREAMS = 32
 STARTS = ("first", "later", "warm")  # the last one with the weights in the page cache
+_REST = "rest"
 _KILLED = "ended with -9"  # killed by the kernel, because the machine has too little memory
 
 
@@ -114,6 +115,44 @@ def _started(
         yield live
 
 
+def run_beside(contenders: Mapping[str, Contender], plan: Plan, recorder: Recorder) -> None:
+    """Runs all servers at the same time, and each case on one right after the other; every second sweep in reverse
+    order.
+
+    A case that lacks a cell is run on all servers, because the machine may have another speed now.
+    """
+    for sweep in range(plan.sweeps):
+        left = [case for case in plan.cases if not all(map(recorder.has, _cells(contenders, case, sweep)))]
+        if not left:
+            continue
+        with ExitStack() as stack:
+            lives = {name: stack.enter_context(started(contender)) for name, contender in contenders.items()}
+            for name, live in lives.items():
+                _note_start(live, (name, "", START, sweep), plan, recorder)
+            order = list(lives)[:: -1 if sweep % 2 else 1]
+            run_quietly(_alternate({name: lives[name] for name in order}, left, sweep, plan, recorder))
+
+
+def _cells(contenders: Iterable[str], case: Case, sweep: int) -> list[Cell]:
+    return [(name, _REST, case.name, sweep) for name in contenders]
+
+
+async def _alternate(
+    lives: Mapping[str, Live], cases: Sequence[Case], sweep: int, plan: Plan, recorder: Recorder
+) -> None:
+    """Runs each case on all servers. If a single client gets other answers from one of them, no cell has figures."""
+    for live in lives.values():
+        if streams := max(case.streams for case in cases):
+            await warm_up(live.endpoints[_REST], plan.scale, plan.prompts, min(_WARM_STREAMS, streams))
+    for case in cases:
+        cells, texts = _cells(lives, case, sweep), []
+        for cell, live in zip(cells, lives.values(), strict=True):
+            await _attempt(case, live.endpoints[_REST], live.pid, sweep, cell, plan, recorder)
+            texts.append([answer.text for answer in case.answers])
+        if case.streams == 1 and all(texts) and any(each != texts[0] for each in texts):
+            _note(cells, recorder, "the servers' answers differ")
+
+
 Left = dict[Cell, Case]
 
 
@@ -179,5 +218,10 @@ def run_quietly(measuring: Coroutine[Any, Any, Result]) -> Result:
 
 
 def _brief(figures: Figures) -> str:
-    known = {"tokens_per_s": "{:.0f} tokens/s", "ttft_p50_ms": "TTFT {:.0f} ms", "itl_p99_ms": "ITL p99 {:.0f} ms"}
+    known = {
+        "tokens_per_s": "{:.1f} tokens/s",
+        "requests_per_s": "{:.0f} requests/s",
+        "ttft_p50_ms": "TTFT {:.0f} ms",
+        "itl_p99_ms": "ITL p99 {:.0f} ms",
+    }
     return ", ".join(spelling.format(figures[name]) for name, spelling in known.items() if name in figures)

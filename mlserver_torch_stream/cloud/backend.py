@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 from urllib.parse import quote
@@ -56,6 +56,7 @@ from mlserver_torch_stream.cloud.rows import (
     CloudError,
     Failure,
     Infer,
+    Kind,
     Outcome,
     Row,
     RunRefused,
@@ -122,7 +123,7 @@ class GenerationBackend(RowBackend):
             ask = self.endpoint.rows.ask(row)
             path, body = self._request(ask)
             content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except (RowUnsuitable, RequestError, ValueError, RecursionError) as error:
+        except _UNSENDABLE as error:
             return _unsent(error)
         return await self._tried(lambda alone: self._attempt(path, content, ask))
 
@@ -132,11 +133,10 @@ class GenerationBackend(RowBackend):
             if self.endpoint.stream:
                 body["stream_options"] = {"include_usage": True}
             return ask.path, body
-        # Parameters that change nothing in OpenAI's API are left out in V2.
-        parameters = {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
         # The prompt is None in a chat, which has messages, and in a row without a prompt, which the server refuses.
         prompts: Any = (ask.prompt,)
-        return http_request(GenerationCall(self.model, prompts, ask.messages, parameters), self.endpoint.stream)
+        call = GenerationCall(self.model, prompts, ask.messages, _v2_parameters(ask))
+        return http_request(call, self.endpoint.stream)
 
     async def _attempt(self, path: str, content: bytes, ask: RowQuestion) -> Outcome:
         name = self.endpoint.name or self.model
@@ -172,6 +172,9 @@ class GenerationBackend(RowBackend):
 
 
 _FULL = 429
+_PROMPT = "str"  # MLServer's content type of a text
+_TEXT_TYPES = ("text/", "application/json")  # the beginnings of content types whose elements JSON can hold
+_UNSENDABLE = (RowUnsuitable, RequestError, ValueError, RecursionError)  # a row with one of these errors is not sent
 _BUSY = ("ServiceUnavailableException",)  # a full queue or no worker; a failing handler has another type
 _UNKNOWN = ("ModelNotFoundException", "ModelVersionNotFoundException")
 
@@ -220,45 +223,108 @@ class PredictionBackend(RowBackend):
         return lasting_refusal(text, status, missing=kind in _UNKNOWN)
 
 
-class TensorBackend(RowBackend):
-    """Sends each object or chunk as a BYTES tensor. The prediction is the list of the output tensors.
-
-    If the model's metadata have a first dimension of any size for the tensor, a batch of rows of one content type is
-    one request. Its headers are those that all rows share.
+@dataclass(frozen=True, slots=True)
+class _Element:
+    """What a row adds to a BYTES tensor. ``own`` are the parameters of a request with this row alone, and ``shared``
+    those of a batch.
     """
 
-    _grows: bool | None = None
+    value: bytes
+    content_type: str
+    own: Mapping[str, Any]
+    shared: Mapping[str, Any]
+
+
+class TensorBackend(RowBackend):
+    """Sends each object, chunk or prompt as an element of a BYTES tensor. The prediction is the list of the output
+    tensors.
+
+    The tensor has as many dimensions as in the model's metadata. If the first of them has any size there, a batch of
+    rows with one content type and the same parameters is one request. Text is sent as JSON, other bytes after the JSON.
+    """
+
+    def __init__(self, endpoint: ServerEndpoint, model: str) -> None:
+        super().__init__(endpoint, model)
+        self._asking = asyncio.Lock()
+        self._shape: list[int] | None = None  # of one row; a first dimension of -1 has room for a batch
 
     async def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        types = {_objects(self.endpoint).content_type(row) for row in rows}
-        if len(rows) == 1 or len(types) > 1 or not await self._takes_several():
+        batch = self._batch(rows)
+        if not batch or (await self._row_shape())[0] != -1:
             return await super().__call__(rows)
-        return _split(await self._tensor(rows, _objects(self.endpoint).headers, types.pop()), len(rows))
+        whole = await self._tensor(batch, batch[0].shared)
+        if (failure := whole.failure) is None:
+            try:
+                return _split(whole, len(batch))
+            except ValueError as error:
+                self._shape = [1, *(await self._row_shape())[1:]]  # from now on rows are sent one by one
+                failure = row_failure("server_error", str(error), UNREADABLE, None)
+        return [Outcome(failure=replace(failure, shared=True))] * len(batch)
+
+    def _batch(self, rows: Sequence[Row]) -> list[_Element]:
+        """Returns the elements of rows that can share a request; none if they cannot, or if there is only one."""
+        try:
+            batch = [self._element(row) for row in rows]
+        except _UNSENDABLE:
+            return []
+        kinds = [(each.content_type, each.shared) for each in batch]
+        return batch if len(batch) > 1 and all(each == kinds[0] for each in kinds) else []
+
+    def _element(self, row: Row) -> _Element:
+        """Returns the row's element: a prompt, unless the endpoint has ``objects``. Raises one of ``_UNSENDABLE``."""
+        if self.endpoint.objects is None and row.kind in (Kind.JSONL, Kind.TEXT):
+            ask = self.endpoint.rows.ask(row)
+            if ask.prompt is None:
+                raise RowUnsuitable("a tensor holds a prompt, and cannot hold messages")
+            return _Element(ask.prompt.encode(), _PROMPT, parameters := _v2_parameters(ask), parameters)
+        objects = _objects(self.endpoint)
+        return _Element(row.data, objects.content_type(row), objects.all_headers(row), objects.headers)
 
     async def _one(self, row: Row) -> Outcome:
-        request = _objects(self.endpoint)
-        return await self._tensor([row], request.all_headers(row), request.content_type(row))
+        try:
+            element = self._element(row)
+        except _UNSENDABLE as error:
+            return _unsent(error)
+        await self._row_shape()
+        return await self._tensor([element], element.own)
 
-    async def _tensor(self, rows: Sequence[Row], headers: Mapping[str, str], content_type: str) -> Outcome:
-        raw = b"".join(part for row in rows for part in (len(row.data).to_bytes(4, "little"), row.data))
-        tensor: dict[str, Any] = {"name": self.endpoint.tensor, "shape": [len(rows)], "datatype": "BYTES"}
-        tensor["parameters"] = {"binary_data_size": len(raw), "content_type": content_type}
-        head = json.dumps({"parameters": dict(headers), "inputs": [tensor]}).encode()
-        return await self._tried(lambda alone: self._attempt(len(head), head + raw, alone))
+    async def _tensor(self, elements: Sequence[_Element], parameters: Mapping[str, Any]) -> Outcome:
+        values, content_type = [each.value for each in elements], elements[0].content_type
+        described: dict[str, Any] = {"content_type": content_type}
+        shape = [len(values), *[1] * (len(self._shape or [1]) - 1)]
+        tensor: dict[str, Any] = {"name": self.endpoint.tensor, "shape": shape, "datatype": "BYTES"}
+        tensor["parameters"] = described
+        raw = b""
+        try:
+            tensor["data"] = _texts(values, content_type)
+        except ValueError:
+            raw = b"".join(part for value in values for part in (len(value).to_bytes(4, "little"), value))
+            described["binary_data_size"] = len(raw)
+        try:
+            body = {"parameters": dict(parameters), "inputs": [tensor]}
+            head = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except _UNSENDABLE as error:
+            return _unsent(error)
+        headers = {**FRAMES, "Inference-Header-Content-Length": str(len(head))} if raw else JSON
+        return await self._tried(lambda alone: self._attempt(head + raw, headers, alone))
 
-    async def _takes_several(self) -> bool:
-        if self._grows is None:
-            self._grows = False
-            url = URL(f"{self._url}/v2/models/{quote(self.model, safe='')}", encoded=True)
-            with suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError):
-                async with self._session.get(url, allow_redirects=False) as response:
-                    inputs = {each["name"]: each["shape"] for each in (await response.json())["inputs"]}
-                    self._grows = inputs[self.endpoint.tensor] == [-1]
-        return self._grows
+    async def _row_shape(self) -> list[int]:
+        """Returns the tensor's shape in the model's metadata; [1] if they do not tell it, or if one element cannot have
+        this shape.
+        """
+        async with self._asking:
+            if self._shape is None:
+                url = URL(f"{self._url}/v2/models/{quote(self.model, safe='')}", encoded=True)
+                with suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError):
+                    async with self._session.get(url, allow_redirects=False) as response:
+                        self._shape = [1]
+                        inputs = {each["name"]: each["shape"] for each in (await response.json())["inputs"]}
+                    shape = list(inputs[self.endpoint.tensor])
+                    self._shape = shape if shape and {-1, 1}.issuperset(shape) else [1]
+            return self._shape or [1]
 
-    async def _attempt(self, head: int, content: bytes, alone: bool) -> Outcome:
+    async def _attempt(self, content: bytes, headers: Mapping[str, str], alone: bool) -> Outcome:
         path = f"/v2/models/{quote(self.model, safe='')}/infer"
-        headers = {**FRAMES, "Inference-Header-Content-Length": str(head)}
         async with self.gate.through(alone) as started:
             began, answer = time.monotonic(), bytearray()
             async with self._answered(started, path, content, headers) as response:
@@ -293,7 +359,7 @@ class BatchBackend(Backend):
         for index, row in enumerate(rows):
             try:
                 frames[index] = self._frame(row)
-            except (RowUnsuitable, RequestError, ValueError, RecursionError) as error:
+            except _UNSENDABLE as error:
                 outcomes[index] = _unsent(error)
         try:
             await self.retry_busy(frames, outcomes)
@@ -492,21 +558,31 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
     return endpoint.objects or ObjectRequest()
 
 
+def _v2_parameters(ask: RowQuestion) -> dict[str, Any]:
+    """Returns the row's parameters without those that change nothing in OpenAI's API, which V2 does not have."""
+    return {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
+
+
+def _texts(values: Sequence[bytes], content_type: str) -> list[str]:
+    """Returns the elements of a tensor of text. Raises ValueError if they are anything else."""
+    if content_type != _PROMPT and not content_type.startswith(_TEXT_TYPES):
+        raise ValueError(f"{content_type} is not text")
+    return [value.decode() for value in values]
+
+
 def _split(whole: Outcome, count: int) -> list[Outcome]:
-    """Splits the output tensors of ``count`` rows. If that is not possible, each row has a shared failure."""
-    if whole.failure is not None:
-        return [Outcome(failure=replace(whole.failure, shared=True))] * count
+    """Splits the output tensors of ``count`` rows. Raises ValueError if they do not have one row for each."""
     assert whole.response is not None
     (tensors,) = whole.response[PREDICTIONS]
     parts = []
     for tensor in tensors:
-        data, shape = tensor.get("data", ()), tensor.get("shape", ())
-        if list(shape[:1]) != [count] or len(data) % count:
-            failure = row_failure("server_error", f"an output tensor does not have {count} rows", UNREADABLE, None)
-            return [Outcome(failure=replace(failure, shared=True))] * count
+        data, shape = tensor.get("data", ()), list(tensor.get("shape", ()))
+        if shape[:1] != [count] or len(data) % count:
+            raise ValueError(f"{tensor.get('name')}: has the shape {shape} for a batch of {count} rows")
         size, first = len(data) // count, {**tensor, "shape": [1, *shape[1:]]}
         parts.append([{**first, "data": data[at * size : (at + 1) * size]} for at in range(count)])
-    return [Outcome({**whole.response, PREDICTIONS: [list(own)]}, span=whole.span) for own in zip(*parts, strict=True)]
+    rows = [[part[at] for part in parts] for at in range(count)]
+    return [Outcome({**whole.response, PREDICTIONS: [row]}, span=whole.span) for row in rows]
 
 
 def _unsent(error: Exception) -> Outcome:

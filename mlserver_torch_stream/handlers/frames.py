@@ -5,8 +5,10 @@ The server never unpickles bytes from a worker; a worker unpickles the YAML in i
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import select
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -97,11 +99,31 @@ class FrameBuffer:
         return {**header, DROPPED: dropped} if dropped else header, body
 
 
+class _Arrivals(io.RawIOBase):
+    """The bytes that arrive on a blocking socket.
+
+    A thread in ``recv`` is woken whenever the other side reads what was sent on this socket, that is once for each
+    token of a stream. A thread in ``poll`` is only woken when there is something to read.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._poll.poll()
+        return self._connection.recv_into(buffer)
+
+
 class FrameReader:
     """Reads frames from a blocking socket, many small ones with one system call."""
 
     def __init__(self, connection: socket.socket, max_bytes: int = MAX_BYTES) -> None:
-        self._file = connection.makefile("rb", buffering=MAX_READ)
+        self._file = io.BufferedReader(_Arrivals(connection), MAX_READ)
         self._max_bytes = max_bytes
 
     def read(self) -> tuple[dict[str, Any], bytes] | None:

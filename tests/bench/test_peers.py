@@ -31,6 +31,8 @@ def test_all_peers_are_asked_with_bf16_and_those_that_read_gguf_files_with_other
         (["--format", "q5"], "--format: 'q5' is not one of bf16, q8_0, q4_0, q4_k, q4_k_m, q6_k, own"),
         (["--shape", "1.5B,2B"], "--shape: '2B' is not one of"),
         (["--shape", "1.5B", "--format", "own"], "--format own: cannot be combined with --shape"),
+        (["--peers", "torchserve", "--shape", "1.5B"], "--shape: cannot be combined with --peers torchserve"),
+        (["--peers", "torchserve", "--format", "q8_0"], "'q8_0' is not one of h1-stream, h1-whole, h16-stream,"),
     ],
 )
 def test_what_there_is_not_is_refused_by_name(
@@ -46,6 +48,15 @@ def test_streams_shapes_and_formats_are_rows_of_the_table() -> None:
     assert (options.shape, options.format) == (("0.5B", "1.5B"), ("bf16", "q8_0"))
     assert options.cases == ("c1", "c4", "c16", "p128", "p2000") == bench_peers.parse(["--shape", "3B"]).cases
     assert bench_peers.parse([]).cases == ("c1", "c4", "c16", "c32", "p128", "p2000")
+
+
+def test_a_handlers_batch_size_and_way_of_answering_are_its_formats() -> None:
+    options = bench_peers.parse(["--peers", "torchserve"])
+    assert options.format == ("h1-stream", "h1-whole", "h16-stream", "h16-whole", "requests")
+    assert options.cases == ("c1", "c4", "c16", "r1", "r20000")
+    assert (options.scale.prompt_tokens, options.scale.new_tokens) == (32, 16)
+    options = bench_peers.parse(["--peers", "torchserve", "--streams", "1,4", "--new-tokens", "8"])
+    assert options.cases == ("c1", "c4") and "requests" not in options.format and options.scale.new_tokens == 8
 
 
 def test_a_shape_has_the_size_of_its_name_and_is_removed_after(tiny_model: Path, tmp_path: Path) -> None:

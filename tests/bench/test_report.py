@@ -63,6 +63,12 @@ def test_a_server_has_a_column_for_each_of_its_endpoints(recorder: Recorder) -> 
     assert [cell.split(" / ")[0] for cell in _row(recorder, "tokens/s, median")] == ["150", "150", "75"]
 
 
+def test_requests_have_a_row_of_their_own(recorder: Recorder) -> None:
+    for sweep, rate in enumerate((1000.0, 3000.0, 2000.0)):
+        recorder.add(("ours", "rest", "r20000", sweep), {"requests_per_s": rate})
+    assert _row(recorder, "requests/s with bodies of 20000 bytes, median") == ["2,000", "-"]
+
+
 def test_a_case_has_its_share_of_the_limit_where_the_limit_is_known(recorder: Recorder) -> None:
     recorder.add(("ours", "rest", "c1", 2), {"tokens_per_s": 1.0, "steady_tokens_per_s": 62.5, "rss_mib": 1.0})
     label = "share of the machine's limit"  # 16 ms, where memory allows 8

@@ -7,8 +7,11 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,6 +349,32 @@ def test_the_values_of_a_batch_are_read_one_by_one() -> None:
         assert reader.read_values() == ({"sizes": [1, 0, 2]}, [b"a", b"", b"bc"])
         with pytest.raises(BrokenFrame, match="the values have 2 bytes, and the body has 3"):
             reader.read_values()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts a thread's switches in /proc")
+def test_a_thread_that_waits_for_a_message_sleeps_while_others_send() -> None:
+    """The kernel wakes a thread in ``recv`` whenever the other side reads what was sent on this socket."""
+    near, far = socket.socketpair()
+    with near, far, closing(FrameReader(near)) as reader:
+        waiting = threading.Thread(target=reader.read)
+        waiting.start()
+        status = Path(f"/proc/self/task/{waiting.native_id}/status")
+        while "S (sleeping)" not in status.read_text():
+            time.sleep(0.01)
+        before = _switches(status)
+        for _ in range(100):
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+            time.sleep(0.001)
+        woken = _switches(status) - before
+        far.shutdown(socket.SHUT_RDWR)
+        waiting.join()
+    assert woken < 10
+
+
+def _switches(status: Path) -> int:
+    """Returns how often a thread has given up its core to wait."""
+    return int(status.read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
 
 
 def test_the_channel_of_this_process_is_not_a_forked_one() -> None:

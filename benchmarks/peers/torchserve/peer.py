@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,9 +19,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.answers import Ask
+from benchmarks.endpoints import HttpEndpoint
 from benchmarks.peers.peer import Installed, PeerUnavailable
 from benchmarks.process import free_ports, running
-from benchmarks.servers import OURS, clean_environment, wait_until_ready
+from benchmarks.servers import OURS, Live, Ours, clean_environment, wait_until_ready
 
 MODEL = "my_tc"
 HANDLERS = Path(__file__).parent / "handlers"
@@ -29,7 +32,7 @@ _HOST = "http://127.0.0.1"
 
 @dataclass(frozen=True)
 class TorchServe(Installed):
-    name: str = "TorchServe 0.12"
+    name: str = "TorchServe"
     distributions: Sequence[str] = ("torchserve", "torch", "transformers")
 
     def make(self) -> None:
@@ -53,6 +56,9 @@ class OurTorchServe:
     """``mlserver-torch-stream torchserve``."""
 
     name: str = OURS
+
+    def versions(self) -> dict[str, str]:
+        return Ours("").versions()
 
     def command(self, options: Sequence[str]) -> Sequence[str]:
         return [sys.executable, "-m", "mlserver_torch_stream.cli", "torchserve", *options]
@@ -111,6 +117,56 @@ def serving(
     with running(command, environment, log, folder) as process:
         wait_until_ready(process, lambda: _ready(f"{_HOST}:{management}/models/{MODEL}", config["minWorkers"]), log)
         yield f"{_HOST}:{port}/predictions/{MODEL}", process.pid
+
+
+# What a handler does: the ``batchSize``, and whether answers are streamed. None: it answers at once (handlers/echo.py).
+HANDLED: Mapping[str, tuple[int, bool] | None] = {
+    **{f"h{batch}-{how}": (batch, how == "stream") for batch in (1, 16) for how in ("stream", "whole")},
+    "requests": None,
+}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How ``handlers/tokens.py`` is asked, and what its events mean."""
+
+    stream: bool
+    path: str = f"/predictions/{MODEL}"
+
+    def body(self, ask: Ask) -> Mapping[str, Any]:
+        return {"prompt": ask.prompt, "max_new_tokens": ask.new_tokens, "stream": self.stream}
+
+    def text(self, event: Mapping[str, Any]) -> str:
+        return "".join(f"{token} " for token in event["tokens"])
+
+    def usage(self, event: Mapping[str, Any]) -> tuple[int, int]:
+        return event["prompt_tokens"], event["new_tokens"]
+
+
+@dataclass(frozen=True)
+class HandlerServer:
+    """A server with one worker that runs a handler, as ``kind`` of ``HANDLED`` says. ``model`` is the tokens' model."""
+
+    server: PredictionServer
+    kind: str
+    model: Path
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    def versions(self) -> dict[str, str]:
+        return self.server.versions()
+
+    @contextmanager
+    def start(self, folder: Path) -> Iterator[Live]:
+        batch, stream = HANDLED[self.kind] or (1, False)
+        config = {"minWorkers": 1, "maxWorkers": 1, "batchSize": batch, "maxBatchDelay": 50, "responseTimeout": 600}
+        handler, values = ("echo", {}) if HANDLED[self.kind] is None else ("tokens", {"model_path": str(self.model)})
+        began = time.perf_counter()
+        with serving(self.server, folder, handler, config, values, job_queue_size=1000) as (url, pid):
+            port = httpx.URL(url).port or 0
+            yield Live(pid, port, time.perf_counter() - began, {"rest": HttpEndpoint(port, Tokens(stream))})
 
 
 def _ready(url: str, workers: int) -> bool:

@@ -1,7 +1,8 @@
 """Generates greedily with a transformers model, as a user would write it: all requests of a batch step together.
 
-A request is ``{"prompt": …, "max_new_tokens": …, "stream": …}``. Each piece is a token: its id and a space. Without
-``stream``, the answer is sent as a whole.
+A request is ``{"prompt": …, "max_new_tokens": …, "stream": …}``. Each piece is a server-sent event with the id of a
+token, and with the numbers of tokens of the prompt and of the answer so far. Without ``stream``, the answer is one
+event with all ids.
 """
 
 import json
@@ -25,7 +26,8 @@ class Generate(BaseHandler):
         wanted = max(request["max_new_tokens"] for request in requests)
         encoded = self.tokenizer([request["prompt"] for request in requests], padding=True, return_tensors="pt")
         ids, mask, cache = encoded["input_ids"], encoded["attention_mask"], None
-        answers = [""] * len(requests)
+        lengths, answers = mask.sum(-1).tolist(), [[] for _ in requests]
+        shown = 1 if requests[0]["stream"] else wanted  # how many tokens an event has
         for step in range(wanted):
             with torch.inference_mode():
                 positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -33,11 +35,18 @@ class Generate(BaseHandler):
             cache = out.past_key_values
             ids = out.logits[:, -1].argmax(-1, keepdim=True)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-            pieces = [f"{token} " for token in ids[:, 0].tolist()]
-            answers = [answer + piece for answer, piece in zip(answers, pieces, strict=True)]
-            if requests[0]["stream"] and step < wanted - 1:
-                send_intermediate_predict_response(pieces, context.request_ids, "ok", 200, context)
-        return pieces if requests[0]["stream"] else answers
+            for answer, token in zip(answers, ids[:, 0].tolist(), strict=True):
+                answer.append(token)
+            if shown == 1 or step == wanted - 1:
+                events = [self.event(answer, shown, length) for answer, length in zip(answers, lengths, strict=True)]
+            if shown == 1 and step < wanted - 1:
+                send_intermediate_predict_response(events, context.request_ids, "ok", 200, context)
+        return events
+
+    @staticmethod
+    def event(answer, shown, length):
+        found = {"tokens": answer[-shown:], "prompt_tokens": length, "new_tokens": len(answer)}
+        return f"data: {json.dumps(found)}\n\n"
 
     @staticmethod
     def decoded(body):
