@@ -547,9 +547,7 @@ class HttpProtocol(HttpToolsProtocol):
         return not self.flow.read_paused
 
     def read_on(self) -> None:
-        """Reads the connection again, so that its end is noticed: uvicorn stops reading at a large part of a body and
-        at a pipelined request.
-        """
+        """Reads the connection again, so that its end is noticed: uvicorn stops reading at a large part of a body."""
         if not self.transport.is_closing():
             self.flow.resume_reading()
 

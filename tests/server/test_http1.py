@@ -202,15 +202,6 @@ def test_a_client_that_leaves_ends_the_requests_that_it_has_sent_ahead(slow: Ser
     assert "Traceback" not in slow.log[begun:]
 
 
-def test_a_client_that_leaves_before_a_whole_answer_ends_what_it_has_sent_ahead(impatient: Server) -> None:
-    """uvicorn does not read on after the head of the second request."""
-    request = raw.post(_INFER, v2.rest_body("Hello", max_tokens=900, ignore_eos=True))  # 18 s of steps
-    with raw.connected(impatient) as connection:
-        connection.sendall(request * 2)
-        impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 1)
-    impatient.wait_for("tiny", lambda counters: counters["running_sequences"] == 0, seconds=8)
-
-
 def test_a_client_that_leaves_after_a_large_body_is_noticed(impatient: Server) -> None:
     """uvicorn stops reading at a large part of a body. Here this is the last part, as the server is stopped meanwhile;
     the parts before it make the kernel accept so many bytes.
