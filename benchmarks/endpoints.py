@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from benchmarks.answers import Answer, Ask, Recording
 HOST = "127.0.0.1"
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 _LAST_CHUNK = b"0\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
@@ -152,6 +154,7 @@ class _Stream(asyncio.Protocol):
         self._request = request
         self._recording = recording
         self._done = done
+        self._left: float | None = None  # bytes of the response that are missing; infinite if its head does not say
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(self._request)
@@ -159,7 +162,12 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         at = time.perf_counter()
         self._recording.add(at, data)
-        if data.endswith(_LAST_CHUNK):
+        if self._left is None:
+            head, end, _ = data.partition(b"\r\n\r\n")
+            length = _LENGTH.search(head)
+            self._left = math.inf if length is None else len(head) + len(end) + int(length[1])
+        self._left -= len(data)
+        if self._left <= 0 or data.endswith(_LAST_CHUNK):
             self._finish(at)
 
     def connection_lost(self, exc: Exception | None) -> None:

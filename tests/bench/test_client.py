@@ -6,13 +6,14 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from benchmarks import load
-from benchmarks.answers import Ask, Recording, WrongCount, check_all
+from benchmarks.answers import Answer, Ask, Recording, WrongCount, check_all
 from benchmarks.cases import QUICK, Case, UnknownCase, make_cases
 from benchmarks.endpoints import BadAnswer, HttpEndpoint, OpenAISpelling, events
 from benchmarks.figures import Figures
@@ -60,6 +61,35 @@ def test_a_stream_has_the_tokens_it_was_asked_for(live: Live, prompts: Prompts, 
         assert list(answer.arrivals) == sorted(answer.arrivals)
     with pytest.raises(WrongCount):
         check_all(asks, answers[::-1])
+
+
+def test_an_answer_ends_with_its_length_even_if_the_server_keeps_the_connection() -> None:
+    """TorchServe does so, whatever the request asks for."""
+    event = (
+        b"data: "
+        + json.dumps({"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
+    )
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(event) + 2)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, left: asyncio.Event) -> None:
+        await reader.readuntil(b"}")
+        for piece in (head + event[:9], event[9:], b"\n\n"):
+            writer.write(piece)
+            await asyncio.sleep(0.05)
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        left.set()
+
+    async def run() -> Answer:
+        left = asyncio.Event()
+        async with await asyncio.start_server(partial(answer, left=left), "127.0.0.1", 0) as server:
+            endpoint = HttpEndpoint(server.sockets[0].getsockname()[1], OpenAISpelling("m"))
+            (recording,) = await asyncio.wait_for(load.together(endpoint, [Ask("x", 1, 1)]), 20)
+            await left.wait()
+            return endpoint.read(recording)
+
+    assert asyncio.run(run()).text == "a"
 
 
 @pytest.mark.long
