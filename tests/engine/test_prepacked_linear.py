@@ -119,6 +119,13 @@ def test_without_kernels_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.M
     assert packed(bf16("phi3"), tmp_path) == 0
 
 
+def test_without_torchs_threads_nothing_is_packed_for_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c, "torch_pool", lambda: None)
+    assert packed(bf16("phi3"), folder) == 0
+    with torch.inference_mode():
+        assert pack_linears(bf16("phi3"), KernelOptions(1, folder))
+
+
 def test_bfloat16_on_an_arm_cpu_that_multiplies_it_is_left_to_torch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
