@@ -17,11 +17,15 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.native import library as c
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions, open_kernels
 from mlserver_torch_stream.engine.native.prepacked_linear import PackedProduct, pack_linears
 from mlserver_torch_stream.engine.native.weights import DenseMatrix, Packer
-from tests.engine.tiny_models import FAMILIES, tiny_model
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import greedy, run, tokens_of
+from tests.engine.tiny_models import FAMILIES, byte_tokenizer, prompt_of, reference, tiny_model
 
 READ_THEIR_WEIGHTS = ("jamba",)  # which a packed layer no longer has
 LINEARS = (nn.Linear, transformers.Conv1D)
@@ -240,3 +244,19 @@ def test_several_python_threads_multiply_at_once(kernels: ctypes.CDLL) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.long
+def test_an_engine_over_packed_layers_answers_as_generate_does(tmp_path: Path, folder: Path) -> None:
+    model = tiny_model("gpt_neox", intermediate_size=600)  # wide enough for two threads
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    settings = {"dtype": "float32", "threads": 2, "kv_cache_memory": "8MiB", "cache_dir": str(folder)}
+    built = build_engine(parse_settings(str(tmp_path), settings, environ={}), resources=ProcessResources())
+    linears = sum(type(module) is nn.Linear for module in model.modules())
+    try:
+        assert f"{linears} linear layers laid out for this CPU" in built.summary
+        assert run(tokens_of(built.engine, prompt_of(40), greedy(12))) == reference(model, prompt_of(40), 12)
+    finally:
+        if built.give_back():
+            built.shutdown()
