@@ -66,8 +66,15 @@ def products_of_runs(
     ]
     given = c.KernelMatrix.of(a.shape[1], *runs)
     out = torch.full((len(a), outputs), float("nan"))
-    assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), len(a), out.data_ptr(), threads) == 0
+    multiply(kernels, given, a, out, threads)
     return out
+
+
+def multiply(
+    kernels: ctypes.CDLL, matrix: c.KernelMatrix, a: torch.Tensor, out: torch.Tensor, threads: int = 1
+) -> None:
+    given = ctypes.byref(matrix), a.data_ptr(), len(a), out.data_ptr(), False
+    assert kernels.native_multiply(*given, c.torch_pool(), threads) == 0
 
 
 def check_products(kernels: ctypes.CDLL, matrix: GroupedMatrix, dense: torch.Tensor) -> None:
@@ -165,7 +172,7 @@ def test_extremes_of_codes_and_activations_do_not_overflow(kernels: ctypes.CDLL)
         for a in (torch.ones(1, 4 * GROUP), -torch.ones(1, 4 * GROUP)):
             given = c.KernelMatrix.of(4 * GROUP, c.KernelRun(panels.data_ptr(), 32, format.number))
             out = torch.empty(1, 32)
-            assert kernels.native_multiply(ctypes.byref(given), a.data_ptr(), 1, out.data_ptr(), 1) == 0
+            multiply(kernels, given, a, out)
             assert torch.allclose(out, a @ groups.dense().t(), rtol=1e-5)
 
 

@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, KernelO
 from mlserver_torch_stream.engine.native.kernel_variants import VARIANTS, runnable
 from mlserver_torch_stream.engine.native.native_attention import NativeAttention
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.argmax_check import check_argmax
@@ -74,6 +75,10 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
         forward = NativeForward(model, KernelOptions(2, tmp_path), ROUNDED["int8"])
         round_weights(read_decoder(model), ROUNDED["int8"])
         assert check_forward(model, forward) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model("gpt_neox", intermediate_size=600).to(dtype)  # wide enough for two threads
+        with torch.inference_mode():
+            assert pack_linears(model, KernelOptions(2, tmp_path)), "the check of the packed layers fails"
     native = NativeAttention(tmp_path)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for shape in (AttentionShape(4, 2, 20, 12, dtype, 0.2, 40), AttentionShape(8, 1, 5, 7, dtype, 0.2)):

@@ -23,10 +23,10 @@ from mlserver_torch_stream.engine.devices import input_device
 from mlserver_torch_stream.engine.forward.interface import LoadedForward
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.forward.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.loading.quantised import is_quantised
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.prepacked_linear import pack_linears
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, round_weights
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine_settings import EngineSettings
@@ -37,7 +37,7 @@ from mlserver_torch_stream.errors import LoadFailed
 class ForwardChoice:
     """The forward of a loaded model. ``no_kernels`` says why the forward is not our faster decoder.
 
-    ``packed`` are linear layers whose weights oneDNN has reordered.
+    ``packed`` is the number of linear layers by whose packed weights our kernels multiply.
     """
 
     forward: LoadedForward
@@ -67,7 +67,8 @@ def choose_forward(
         if native.candidate is not None:
             return ForwardChoice(native.candidate)
         no_kernels = native.reason
-    return ForwardChoice(with_attention(expected, findings, kernels.cache_dir), no_kernels, pack_linears(model))
+    forward = with_attention(expected, findings, kernels.cache_dir)
+    return ForwardChoice(forward, no_kernels, pack_linears(model, kernels))
 
 
 def with_attention(

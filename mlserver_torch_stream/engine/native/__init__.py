@@ -1,1 +1,1 @@
-"""Runs a whole decoder in one call of C++ kernels, for the model layouts that they support."""
+"""Runs C++ kernels: a whole decoder in one call for the model layouts that they support, parts of other models."""

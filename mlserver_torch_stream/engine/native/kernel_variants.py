@@ -57,6 +57,11 @@ def runnable() -> tuple[KernelVariant, ...]:
     return tuple(variant for variant in VARIANTS if variant.machine == machine and variant.flags <= flags)
 
 
+def multiplies_other_bf16() -> bool:
+    """Returns whether this CPU has instructions for products of bf16 that no variant uses: those of Arm."""
+    return platform.machine() == "aarch64" and "bf16" in _cpu_flags()
+
+
 def _cpu_flags() -> frozenset[str]:
     """Returns the names of the instruction sets that Linux lists for this CPU; empty on other systems."""
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_uint64, c_void_p
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "native_create": ([POINTER(KernelShape), POINTER(KernelWeights), c_int, c_int, POINTER(c_void_p)], c_int),
     "native_step": ([c_void_p, POINTER(KernelStep)], c_int),
     "native_draw": ([c_void_p, POINTER(KernelDrawCall)], c_int),
-    "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int], c_int),
+    "native_multiply": ([POINTER(KernelMatrix), c_void_p, c_int64, c_void_p, c_int, c_void_p, c_int], c_int),
     "native_pack": ([POINTER(KernelPackCall), c_int], c_int),
     "native_digest": ([c_void_p, c_int64, c_int, POINTER(c_uint64)], c_int),
     "native_destroy": ([c_void_p], None),
@@ -221,6 +221,7 @@ def _check_status(work: str, library: ctypes.CDLL, status: int, function: object
     return status
 
 
+@cache
 def torch_pool() -> int | None:
     """Returns the address of torch's ``GOMP_parallel``; None if torch has no OpenMP with that function.
 

@@ -148,7 +148,10 @@ class GroupedMatrix:
         ones = torch.nn.functional.one_hot(self._columns, self._inputs).float()
         got = torch.empty(len(ones), len(weights))
         matrix = c.KernelMatrix.of(self._inputs, c.KernelRun(panels.data_ptr(), len(weights), self.number))
-        packer.kernels.native_multiply(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), packer.threads)
+        pool = c.torch_pool()
+        packer.kernels.native_multiply(
+            *(ctypes.byref(matrix), ones.data_ptr(), len(ones), got.data_ptr(), False, pool, packer.threads)
+        )
         if ((got.t() - weights).abs() > _ROUNDING * largest).any():
             raise UnsupportedLayout(_OTHER_WEIGHTS)
 

@@ -15,20 +15,18 @@ template <class T> std::vector<T> packed(const std::vector<T>& weights, int64_t 
     return panels;
 }
 
-template <class T>
-std::vector<float> product(const native::Matrix& w, const std::vector<native::Factor<T>>& a, int64_t rows,
-                           int threads) {
-    const int64_t width = native::panels_of(w.n) * native::kPanel;
-    std::vector<float> out(rows * width);
-    native::multiply_rows<T>(w, a.data(), rows, out.data(), threads);
+template <class T, class Out = float>
+std::vector<Out> product(const native::Matrix& w, const std::vector<T>& a, int64_t rows, int threads) {
+    std::vector<Out> out(rows * w.n);
+    native::multiply_rows<T>(w, a.data(), rows, out.data(), crew, threads);
     return out;
 }
 
 // Some rows, by another number of threads, get the bits that they have among all.
 template <class T>
-void check_company(const native::Matrix& w, const std::vector<native::Factor<T>>& all, const std::vector<float>& whole) {
+void check_company(const native::Matrix& w, const std::vector<T>& all, const std::vector<float>& whole) {
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 24, 25, 32, 33, 64, 257}) {
-        const std::vector<native::Factor<T>> some(all.begin(), all.begin() + rows * w.k);
+        const std::vector<T> some(all.begin(), all.begin() + rows * w.k);
         const std::vector<float> found = product<T>(w, some, rows, rows % 3 + 1);
         expect(std::equal(found.begin(), found.end(), whole.begin()), "bits of a row in another company", w.n, w.k, rows);
     }
@@ -37,18 +35,20 @@ void check_company(const native::Matrix& w, const std::vector<native::Factor<T>>
 template <class T> void check_product(int64_t n, int64_t k) {
     constexpr int64_t kMost = 300;
     const std::vector<T> weights = random_values<T>(n * k, 1), panels = packed(weights, n, k);
-    const native::Matrix w{n, k, nullptr, {{panels.data(), n, native::kPlain}}};
-    const int64_t width = native::panels_of(n) * native::kPanel;
-    const std::vector<T> rounded = random_values<T>(kMost * k, 2);
-    std::vector<native::Factor<T>> all(rounded.size());
-    for (size_t i = 0; i < all.size(); i++) native::assign(&all[i], as_float(rounded[i]));
+    std::vector<float> bias = random_values<float>(n, 5);
+    bias.resize(native::panels_of(n) * native::kPanel);
+    const native::Matrix w{n, k, bias.data(), {{panels.data(), n, native::kPlain}}};
+    const std::vector<T> all = random_values<T>(kMost * k, 2);
     const std::vector<float> whole = product<T>(w, all, kMost, 3);
     for (int64_t row : {int64_t(0), kMost / 2, kMost - 1})
         for (int64_t output = 0; output < n; output++) {
-            double sum = 0;
+            double sum = bias[output];
             for (int64_t i = 0; i < k; i++) sum += (double)as_float(weights[output * k + i]) * as_float(all[row * k + i]);
-            expect(close_to(whole[row * width + output], sum, 1e-5 * std::sqrt((double)k)), "product", n, k, output);
+            expect(close_to(whole[row * n + output], sum, 1e-5 * std::sqrt((double)k)), "product", n, k, output);
         }
+    const std::vector<T> stored = product<T, T>(w, all, kMost, 2);
+    for (size_t i = 0; i < stored.size(); i++)
+        expect(close_to(as_float(stored[i]), whole[i], 1.0 / 128), "stored product", n, k, (int64_t)i);
     check_company<T>(w, all, whole);
 }
 
@@ -58,9 +58,8 @@ template <class T> void check_grouped(native::Format format, int64_t n, int64_t 
     constexpr int64_t kMost = 300;
     const GroupedWeights weights(format, n, k, 6);
     const native::Matrix w = weights.matrix();
-    const int64_t width = native::panels_of(n) * native::kPanel;
     std::mt19937 generator(7);
-    std::vector<native::Factor<T>> all(kMost * k);
+    std::vector<T> all(kMost * k);
     for (int64_t i = 0; i < kMost * k; i++) {
         const float most = i / k % 4 == 3 ? -127.0f : 127.0f;
         native::assign(&all[i], i % k % 32 == 0 || i / k % 2 == 1 ? most : (float)(int)(generator() % 255) - 127.0f);
@@ -73,7 +72,7 @@ template <class T> void check_grouped(native::Format format, int64_t n, int64_t 
                 const double part = weights.at(output, i) * as_float(all[row * k + i]);
                 sum += part, size += std::abs(part);
             }
-            expect(std::abs(whole[row * width + output] - sum) <= 1e-5 * size, "product of integers", format, k, output);
+            expect(std::abs(whole[row * n + output] - sum) <= 1e-5 * size, "product of integers", format, k, output);
         }
     for (int64_t output = 0; output < n; output += 3)
         for (int64_t i = 0; i < k; i += 5) {
@@ -91,13 +90,12 @@ inline void check_runs() {
                                     {native::kEight, 38, kInputs, 3}};
     const native::Matrix w{134, kInputs, nullptr, {parts[0].run(), parts[1].run(), parts[2].run()}};
     const std::vector<float> a = random_values<float>(kRows * kInputs, 4), all = product<float>(w, a, kRows, 3);
-    const int64_t width = native::panels_of(w.n) * native::kPanel;
     int64_t first = 0;
     for (const GroupedWeights& part : parts) {
-        const int64_t own = native::panels_of(part.run().n) * native::kPanel;
+        const int64_t own = part.run().n;
         const std::vector<float> alone = product<float>(part.matrix(), a, kRows, 2);
         for (int64_t row = 0; row < kRows; row++)
-            expect(std::equal(&alone[row * own], &alone[row * own] + own, &all[row * width + first]), "a run", row);
+            expect(std::equal(&alone[row * own], &alone[row * own] + own, &all[row * w.n + first]), "a run", row);
         first += own;
     }
 }

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <thread>
 #include <vector>
 #include "decoder.h"
 #include "parallel_pages.h"
@@ -30,6 +31,14 @@ inline void expect(bool right, const char* what, int64_t a = 0, int64_t b = 0, i
     if (right) return;
     std::printf("wrong: %s (%lld, %lld, %lld)\n", what, (long long)a, (long long)b, (long long)c);
     std::exit(1);
+}
+
+// A pool like OpenMP's whose threads begin and end with each call.
+inline void crew(void (*work)(void*), void* data, unsigned threads, unsigned) {
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < threads; i++) others.emplace_back(work, data);
+    work(data);
+    for (std::thread& each : others) each.join();
 }
 
 inline bool close_to(double found, double expected, double tolerance) {

@@ -4,9 +4,11 @@
 // first byte to its last.
 // Knows nothing of layers: the caller passes the function that uses the products.
 #pragma once
+#include <memory>
 #include <vector>
 #include "grouped.h"
 #include "matrix_unit.h"
+#include "spread.h"
 #include "team.h"
 #include "vector_tiles.h"
 
@@ -205,17 +207,22 @@ template <class A, class T> class Product {
     Tiles<A> tiles_;
 };
 
-// Computes the products of all rows of a [rows][k] with all panels of w, whose words are of type T.
+// Computes the products of all rows of a [rows][k] with some panels of w, whose words are of type T.
+template <class T, class A>
+void multiply_dense_panels(const A* a, int64_t lda, int64_t rows, const Matrix& w, int64_t first, int64_t last,
+                           ProductScratch& scratch, const Done& done) {
+    const Tiling blocks(rows, kBlockRows);
+    Product<A, T> product(a, lda, w, scratch, done);
+    for (int64_t p = first; p < last; p++)
+        for (int64_t b = 0; b < blocks.count; b++)
+            product.run(p, blocks.first(b), blocks.first(b + 1) - blocks.first(b));
+}
+
 template <class T, class A>
 void multiply_dense(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
                     const Done& done) {
-    const int64_t count = panels_of(w.n);
-    const Tiling blocks(rows, kBlockRows);
-    me.each(count, [&](int64_t first, int64_t last) {
-        Product<A, T> product(a, lda, w, scratch, done);
-        for (int64_t p = first; p < last; p++)
-            for (int64_t b = 0; b < blocks.count; b++)
-                product.run(p, blocks.first(b), blocks.first(b + 1) - blocks.first(b));
+    me.each(panels_of(w.n), [&](int64_t first, int64_t last) {
+        multiply_dense_panels<T>(a, lda, rows, w, first, last, scratch, done);
     });
 }
 
@@ -249,25 +256,31 @@ inline void multiply_grouped_panel(const GroupedPanel& panel, const RoundedBlock
     }
 }
 
+// Computes the products of rounded rows with some panels of integers.
+inline void multiply_grouped_panels(const RoundedBlock* rounded, int64_t rows, const Matrix& w, int64_t first,
+                                    int64_t last, ProductScratch& scratch, const Done& done) {
+    const int64_t groups = groups_of(w.k);
+    const Tiling blocks(rows, kBlockRows);
+    for (int64_t p = first; p < last; p++)
+        for (int64_t b = 0; b < blocks.count; b++) {
+            const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
+            multiply_grouped_panel(w.panel(p), rounded + row * groups, stop - row, groups, scratch.sums);
+            done(row, stop - row, p, scratch.sums[0]);
+        }
+}
+
 // Multiplies integers by integers.
 template <class T>
 void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, ProductScratch& scratch,
                       RoundedBlock* shared, const Done& done) {
-    const int64_t groups = given.stride(), count = panels_of(w.n), rows = given.rows();
-    if (given.many()) me.each(rows, 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
+    if (given.many()) me.each(given.rows(), 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
     const RoundedBlock* rounded = given.many() ? shared : nullptr;
-    const Tiling blocks(rows, kBlockRows);
-    me.each(count, [&](int64_t first, int64_t last) {
+    me.each(panels_of(w.n), [&](int64_t first, int64_t last) {
         if (rounded == nullptr) {
-            given.round(0, rows, scratch.rounded.data());
+            given.round(0, given.rows(), scratch.rounded.data());
             rounded = scratch.rounded.data();
         }
-        for (int64_t p = first; p < last; p++)
-            for (int64_t b = 0; b < blocks.count; b++) {
-                const int64_t row = blocks.first(b), stop = blocks.first(b + 1);
-                multiply_grouped_panel(w.panel(p), rounded + row * groups, stop - row, groups, scratch.sums);
-                done(row, stop - row, p, scratch.sums[0]);
-            }
+        multiply_grouped_panels(rounded, given.rows(), w, first, last, scratch, done);
     });
 }
 
@@ -280,18 +293,57 @@ void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const M
     multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
 }
 
-// Computes out[rows][whole panels] = a[rows][k] x w, with a team of its own.
-template <class T> void multiply_rows(const Matrix& w, const Factor<T>* a, int64_t rows, float* out, int threads) {
-    const int64_t width = panels_of(w.n) * kPanel;
-    std::vector<ProductScratch> scratch(threads);
-    for (ProductScratch& each : scratch) each.rounded.resize(kFew * groups_of(w.k));
-    std::vector<RoundedBlock> shared(rows * groups_of(w.k));
-    Team<int64_t> team(threads, [&](Member& me, const int64_t& count) {
-        multiply<T>(me, a, w.k, count, w, scratch[me.id], shared.data(), [&](int64_t row, int64_t p, float* sums) {
-            std::copy(sums, sums + kPanel, out + row * width + p * kPanel);
+// Adds the bias, if there is one, to the sums of a row and panel p, and stores them in the row's `outputs` elements.
+template <class Out> void put_sums(Out* row, int64_t outputs, int64_t p, const float* bias, float* sums) {
+    const int64_t first = p * kPanel;
+    if (bias != nullptr)
+        for (int i = 0; i < kPanel; i += 16) store(sums + i, load_f(sums + i) + load_f(bias + first + i));
+    if (outputs - first < kPanel) {  // the last panel, which is padded
+        for (int64_t i = first; i < outputs; i++) assign(row + i, sums[i - first]);
+        return;
+    }
+    for (int i = 0; i < kPanel; i += 16) store_as(row + first + i, load_f(sums + i));
+}
+
+constexpr int64_t kTeamWork = 1 << 18;  // multiplications that are worth starting a team, which takes microseconds
+
+// Computes out[rows][w.n] = a[rows][w.k] x w + bias, on `threads` threads of the pool, or on the caller's if there is
+// no pool or little work. The words of a matrix that is not of integers are of type T.
+template <class T, class Out>
+void multiply_rows(const Matrix& w, const T* a, int64_t rows, Out* out, Parallel parallel, int threads) {
+    if (rows * w.n * w.k < kTeamWork) parallel = nullptr;
+    const Factor<T>* factors;
+    std::unique_ptr<float[]> wide;
+    if constexpr (std::is_same_v<T, Factor<T>>) {
+        factors = a;
+    } else {
+        wide.reset(new float[rows * w.k]);
+        float* const to = wide.get();
+        spread(parallel, threads, rows, [&w, a, to](int64_t row) {
+            for (int64_t i = row * w.k; i < (row + 1) * w.k; i++) to[i] = to_float(a[i]);
+        });
+        factors = to;
+    }
+    const RoundedRows<Factor<T>> given(factors, w.k, rows, w.k);
+    std::vector<RoundedBlock> rounded(w.plain() ? 0 : rows * given.stride());
+    if (!w.plain())
+        spread(parallel, threads, rows, [&](int64_t row) {
+            given.round(row, row + 1, rounded.data());
+        });
+    const auto put = [&](int64_t row, int64_t p, float* sums) { put_sums(out + row * w.n, w.n, p, w.bias, sums); };
+    const Done done(put);
+    const Pieces pieces(panels_of(w.n), parallel == nullptr ? 1 : threads);
+    spread(parallel, threads, pieces.count(), [&](int64_t i) {
+        static thread_local std::unique_ptr<ProductScratch> scratch;  // its memory stays warm from layer to layer
+        if (scratch == nullptr) scratch = std::make_unique<ProductScratch>();
+        pieces.run(i, [&](int64_t first, int64_t last) {
+            if (w.plain()) {
+                multiply_dense_panels<T>(factors, w.k, rows, w, first, last, *scratch, done);
+            } else {
+                multiply_grouped_panels(rounded.data(), rows, w, first, last, *scratch, done);
+            }
         });
     });
-    team.run(rows);
 }
 
 }  // namespace native

@@ -1,5 +1,5 @@
-// The C interface of the kernels: make a decoder, step it, drop it; draw tokens; attend to pages, write to them. No
-// exception leaves these functions.
+// The C interface of the kernels: make a decoder, step it, drop it; draw tokens; multiply by a matrix; attend to pages,
+// write to them. No exception leaves these functions.
 #include <cstdio>
 #include <exception>
 #include <new>
@@ -60,9 +60,20 @@ int native_draw(void* decoder, const native::DrawCall* call) {
     return status_of([&] { static_cast<native::AnyDecoder*>(decoder)->draw(*call); });
 }
 
-// Computes out[rows][whole panels of w.n] = a[rows][w.k] x w, for float32 activations.
-int native_multiply(const native::Matrix* w, const float* a, int64_t rows, float* out, int threads) {
-    return status_of([&] { native::multiply_rows<float>(*w, a, rows, out, threads); });
+// Computes out[rows][w.n] = a[rows][w.k] x w + bias, for activations and products in bf16 or else in float32. Runs on
+// `threads` threads of the pool, or only on the caller's if `parallel` is null.
+int native_multiply(const native::Matrix* w, const void* a, int64_t rows, void* out, int is_bf16,
+                    native::Parallel parallel, int threads) {
+    return status_of([&] {
+        if (is_bf16) {
+            using native::Bf16;
+            native::multiply_rows<Bf16>(*w, static_cast<const Bf16*>(a), rows, static_cast<Bf16*>(out), parallel,
+                                        threads);
+        } else {
+            native::multiply_rows<float>(*w, static_cast<const float*>(a), rows, static_cast<float*>(out), parallel,
+                                         threads);
+        }
+    });
 }
 
 // Converts blocks of GGUF to panels.

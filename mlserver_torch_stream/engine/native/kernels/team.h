@@ -89,26 +89,42 @@ class Lists {
     alignas(64) Bell opened_;
 };
 
+// Divides 0..total into pieces for a team. The first `team` pieces are three quarters of the work, the next `team`
+// pieces three quarters of the rest, and so on: in a long piece of a matrix a thread fetches each panel while it
+// computes the panel before, and short pieces let all threads end together.
+class Pieces {
+  public:
+    Pieces(int64_t total, int64_t team) : total_(total), team_(team) {
+        for (int64_t left = total; left > 0; left -= team * length(left)) count_ += std::min(team, left);
+    }
+
+    int64_t count() const { return count_; }
+
+    // Runs body(first, last) for piece i.
+    template <class Body> void run(int64_t i, Body&& body) const {
+        int64_t first = 0;
+        for (; i >= team_; i -= team_) first += team_ * length(total_ - first);
+        const int64_t count = length(total_ - first);
+        body(first + i * count, first + (i + 1) * count);
+    }
+
+  private:
+    int64_t length(int64_t left) const { return std::max<int64_t>(1, left * 3 / (4 * team_)); }
+
+    const int64_t total_, team_;
+    int64_t count_ = 0;
+};
+
 // One thread's place in the sequence of lists.
 class Member {
   public:
     Member(Lists& lists, int id, int team, uint32_t list) : id(id), team(team), lists_(lists), list_(list) {}
 
-    // Runs body(first, last) over 0..total, and returns when all of it is done. The first `team` pieces are three
-    // quarters of the work, the next `team` pieces three quarters of the rest, and so on: in a long piece of a matrix a
-    // thread fetches each panel while it computes the panel before, and short pieces let all threads end together.
+    // Runs body(first, last) over 0..total, and returns when all of it is done.
     template <class Body> void each(int64_t total, Body&& body) {
-        const auto length = [this](int64_t left) { return std::max<int64_t>(1, left * 3 / (4 * team)); };
-        uint32_t pieces = 0;
-        for (int64_t left = total; left > 0; left -= team * length(left))
-            pieces += (uint32_t)std::min<int64_t>(team, left);
-        if (pieces == 0) return;
-        lists_.work(list_++, pieces, [&](int64_t i) {
-            int64_t first = 0;
-            for (; i >= team; i -= team) first += team * length(total - first);
-            const int64_t count = length(total - first);
-            body(first + i * count, first + (i + 1) * count);
-        });
+        const Pieces pieces(total, team);
+        if (pieces.count() == 0) return;
+        lists_.work(list_++, (uint32_t)pieces.count(), [&](int64_t i) { pieces.run(i, body); });
     }
     template <class Body> void each(int64_t total, int64_t piece, Body&& body) {
         const auto pieces = (uint32_t)((total + piece - 1) / piece);
