@@ -122,6 +122,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "models" / "theirs" / "model-settings.json").write_text(json.dumps(theirs.settings()))
     environment = {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     with serve(folder / "models", [ours], settings=SETTINGS, environment=environment) as running:
+        ready = f"{running.url}/v2/models/two/versions/1.0/ready"  # it may load after the default version
+        wait_until(lambda: plain_http.get(ready).status_code == 200, "version 1.0 is ready")
         yield running
 
 
