@@ -272,7 +272,7 @@ _KINDS = (
     _Kind(r"c(?P<streams>\d+)-free", "{streams} at once, unconstrained", _Run.free),
     _Kind(r"turns(?P<streams>\d+)", "{streams} at once, in turn, and liveness beside them", _Run.turns),
     _Kind(r"batch(?P<requests>\d+)", "{requests} in turn, alone and beside a batch", _Run.beside_batch),
-    _Kind(r"r(?P<bytes>\d+)", "bodies of {bytes:,} bytes, always 64 requests in flight", _Run.requests),
+    _Kind(r"r(?P<bytes>\d+)", "64 requests in flight, bodies of {bytes:,} B", _Run.requests),
 )
 
 

@@ -63,6 +63,10 @@ def test_a_server_has_a_column_for_each_of_its_endpoints(recorder: Recorder) -> 
     assert [cell.split(" / ")[0] for cell in _row(recorder, "tokens/s, median")] == ["150", "150", "75"]
 
 
+def test_tokens_of_a_handler_have_a_decimal(recorder: Recorder) -> None:
+    assert _row(recorder, "tokens/s, median", name="peers-h1-stream") == ["150.0 / -", "75.0 / does not fit"]
+
+
 def test_requests_have_a_row_of_their_own(recorder: Recorder) -> None:
     for sweep, rate in enumerate((1000.0, 3000.0, 2000.0)):
         recorder.add(("ours", "rest", "r20000", sweep), {"requests_per_s": rate})
