@@ -22,6 +22,7 @@ from benchmarks.servers import OURS
 from benchmarks.sweep import STARTS
 
 _NONE = "-"
+_OF_SINGLE_RUNS = ("memory when idle", "start, s")  # rows that are left out of tables of several shapes
 Table = list[list[str]]  # the first row is the head
 
 
@@ -66,8 +67,8 @@ def as_markdown(result: Mapping[str, Any]) -> str:
 def comparison(results: Sequence[Mapping[str, Any]], every: bool = False) -> Table:
     """Returns a column for each server, and for each endpoint of a server with several.
 
-    A single run is shown in full; of several runs, each with its model and format, only the most important rows are.
-    ``every`` adds the rows that the pages leave out.
+    A single run is shown in full; of several runs, each with its model and format, only the most important rows are,
+    and of runs with random weights still fewer. ``every`` adds the rows that the pages leave out.
     """
     names = {column.label: None for result in results for column in _columns(result)}
     rows: Table = [["", *names]]
@@ -120,10 +121,12 @@ def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
 
         return cell
 
-    rows: list[Row] = [
-        (f"tokens/s at {streams} streams, best", over(bursts, "tokens_per_s", "best", tenths)),
-        ("tokens/s, median", over(bursts, "tokens_per_s", "median", tenths)),
-    ]
+    best = (f"tokens/s at {streams} streams, best", over(bursts, "tokens_per_s", "best", tenths))
+    medians = over(bursts, "tokens_per_s", "median", tenths)
+    if "shape" in result and not full:
+        rows: list[Row] = [(f"tokens/s at {streams} streams, median", medians)]
+    else:
+        rows = [best, ("tokens/s, median", medians)]
     if every:
         rows.append(("tokens/s of the first column ÷ this", lambda column: _cell(column, bursts, "best", ratio)))
     if full:
@@ -143,8 +146,7 @@ def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
     rows.append((f"first token of {sizes} tokens, ms", over(prompts, "ttft_p50_ms")))
     if full:
         rows.append((f"share of the machine's limit, first token of {sizes}", shares(prompts)))
-    return [
-        *rows,
+    rows += [
         (
             f"requests/s with bodies of {' / '.join(name[1:] for name in bodies)} bytes, median",
             over(bodies, "requests_per_s", "median"),
@@ -156,6 +158,7 @@ def _rows(result: Mapping[str, Any], full: bool, every: bool) -> list[Row]:
         ("start, s, median", at_start("ready_s")),
         ("first start / later / with the weights in the page cache, s", _starts),
     ]
+    return [row for row in rows if full or "shape" not in result or not row[0].startswith(_OF_SINGLE_RUNS)]
 
 
 def _share(case: str, figures: Mapping[str, float], result: Mapping[str, Any]) -> str:

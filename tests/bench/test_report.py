@@ -158,6 +158,13 @@ def test_a_start_is_in_the_table_by_its_kind(recorder: Recorder) -> None:
     assert _row(recorder, "start, s, median")[0] == "2"
 
 
+def test_a_table_of_several_shapes_has_fewer_rows(recorder: Recorder) -> None:
+    runs = [recorder.run.as_result() | {"shape": shape, "model": shape} for shape in ("1B", "2B")]
+    labels = [row[0] for row in report.comparison(runs)]
+    assert "1B bf16: tokens/s at 1 / 4 streams, median" in labels and "2B bf16: most memory, MiB" in labels
+    assert not any("best" in label or "idle" in label or "start, s" in label for label in labels)
+
+
 def test_the_pages_say_what_the_results_say(tmp_path: Path) -> None:
     assert report.write_pages(check=True) == []
     for path in FOLDER.iterdir():
