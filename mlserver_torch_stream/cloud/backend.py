@@ -559,7 +559,7 @@ def _objects(endpoint: ServerEndpoint) -> ObjectRequest:
 
 
 def _v2_parameters(ask: RowQuestion) -> dict[str, Any]:
-    """Returns the row's parameters without those that change nothing in OpenAI's API, which V2 does not have."""
+    """Returns the row's parameters that V2 has: OpenAI's API also has parameters that change nothing."""
     return {key: value for key, value in ask.parameters.items() if key not in SILENT_IN_BODY}
 
 

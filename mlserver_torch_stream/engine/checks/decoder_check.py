@@ -170,9 +170,9 @@ def verify_kernels(
     rounding: Rounding | None = None,
     file: PanelsFile | None = None,
 ) -> tuple[NativeForward, SelfCheckResult]:
-    """Makes a forward with our kernels for ``decoder``, and compares its logits with those of the same model.
+    """Makes a forward with our kernels for ``decoder``, and compares its logits with ``expected``.
 
-    Returns the forward, and what the comparison found. With ``rounding`` the expected model is rounded as well. Raises
+    Returns the forward, and what the comparison found. With ``rounding`` transformers' model is rounded as well. Raises
     Unsuitable if the logits differ, and LoadFailed as ``NativeForward`` does.
     """
 

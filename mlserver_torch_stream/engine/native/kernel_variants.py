@@ -58,7 +58,7 @@ def runnable() -> tuple[KernelVariant, ...]:
 
 
 def multiplies_other_bf16() -> bool:
-    """Returns whether this CPU has instructions for products of bf16 that no variant uses: those of Arm."""
+    """Returns whether this CPU has Arm's instructions for products of bf16, which no variant uses."""
     return platform.machine() == "aarch64" and "bf16" in _cpu_flags()
 
 

@@ -140,7 +140,7 @@ class GroupedMatrix:
         return torch.arange(0, self._inputs, max(1, self._inputs // _COMPARED))
 
     def _compare(self, weights: Tensor, largest: Tensor, panels: Tensor, packer: Packer) -> None:
-        """Compares the ``weights`` of a few inputs, ``[outputs, inputs]``, with those that the kernels read.
+        """Compares the ``weights`` of a few inputs, ``[outputs, inputs]``, with the weights that the kernels read.
 
         To show a weight, the kernels multiply the matrix by an input that is 1 in one place and 0 elsewhere.
         ``largest`` is the largest magnitude of each output's weights, ``[outputs, 1]``.
