@@ -38,7 +38,7 @@ _BF16, _OWN = "bf16", "own"
 _FORMATS = (*BITS, _OWN)
 _STREAMS = (1, 4, 16, 32)
 _SHAPE_STREAMS = (1, 4, 16)
-_SHAPE_WAVE_STREAMS = 4
+_SHAPE_WAVE_STREAMS = 2
 _PROMPTS = ("p128", "p2000")
 _SPARE_MIB = 1024.0  # that a server needs in addition to its weights
 _TORCHSERVE = "torchserve"
@@ -140,6 +140,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     cases = (*(f"c{count}" for count in streams), *_PROMPTS)
     options.cases = options.cases or (",".join(cases) if options.streams else None)
     bench.finish(parser, options, cases)
+    options.most_streams = max(map(int, streams))
     options.shape = bench.listed(parser, "shape", options.shape, tuple(SHAPES)) if options.shape else ()
     if options.shape:
         options.scale = replace(options.scale, wave_streams=min(_SHAPE_WAVE_STREAMS, options.scale.wave_streams))
@@ -183,7 +184,7 @@ def _install(
     """Returns the peers that are installed, and for each of the others the reason why it is not."""
     peers, missing = [], {}
     for name in options.peers:
-        peer = make_peer(name, options.folder, model, weights)
+        peer = replace(make_peer(name, options.folder, model, weights), streams=options.most_streams)
         if kind != _BF16 and not peer.reads_gguf:
             missing[name] = f"reads no GGUF files, so it cannot serve {kind}"
             continue

@@ -20,7 +20,6 @@ _VENDORED = "llama_cpp_python-*/vendor/llama.cpp"
 _OFF = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "BUILD_SHARED_LIBS")
 # Made by llama-quantize, not by the converter.
 _QUANTISED = {"q4_0": "Q4_0", "q4_k": "Q4_K_S", "q4_k_m": "Q4_K_M", "q6_k": "Q6_K"}
-_SLOTS = 32
 _SLOT_CONTEXT = 2304  # tokens: the longest prompt of the default cases, and its answer
 
 
@@ -56,7 +55,7 @@ class LlamaCpp(Peer):
     def command(self, folder: Path, port: int) -> Sequence[str]:
         threads = str(len(os.sched_getaffinity(0)))
         fixed = ["-t", threads, "-tb", threads, "--no-kv-unified"]
-        slots = ["-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_CONTEXT)]
+        slots = ["-np", str(self.streams), "-c", str(self.streams * _SLOT_CONTEXT)]
         where = ["--host", "127.0.0.1", "--port", str(port)]
         weights = ["-m", str(self.weights or self._converted("bf16"))]
         return [str(self._build / "bin" / "llama-server"), *weights, *fixed, *slots, *where]

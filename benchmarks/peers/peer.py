@@ -105,6 +105,7 @@ class Peer(Installed):
     """
 
     weights: Path | None = None
+    streams: int = 32  # the most at once
 
     name: str = "a peer"
     reads_gguf: bool = False
