@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -117,28 +118,36 @@ def free_ports(count: int) -> list[int]:
 def running(
     command: Sequence[str], environment: Mapping[str, str], log_path: Path, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts the process in its own session, so that the processes it starts end with it."""
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=dict(environment),
-            start_new_session=True,
-        )
+    """Starts the process in its own session, so that the processes it starts end with it. They also end if this
+    program gets SIGTERM.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        yield process
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            _stop(process)
     finally:
-        _stop(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminates the process, then kills whatever is left of its process group."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Terminates the process, then kills whatever is left of its process group. A signal shortens the wait."""
+    try:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait(_STOP_S)

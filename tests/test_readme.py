@@ -39,6 +39,7 @@ _BLOCKS = [block for page in markdown.pages() if page not in _IN_ORDER for block
 _SHOWN = ("text",)  # what a server says by itself
 _EXECUTED = ("bash", "python", "json", "yaml")
 _TIMEOUT_S = 120.0
+_MAX_RUNS = 10  # of a command, if the server merges events of its stream
 # What .ci/run does on a clean checkout, and what needs a terminal or a second machine.
 _DONE_BY_CI = re.compile(r"(make|git clone|cd|pip install|mlserver-torch-stream|kubectl|docker) ")
 
@@ -90,7 +91,11 @@ def test_a_command_does_what_the_page_shows(block: Block, readme_server: Server,
     if all(_DONE_BY_CI.match(line) for line in commands):
         _check_names(commands)
         return
-    _check(block, _run(["bash", "-euo", "pipefail", "-c", _on(readme_server, block.code)], tmp_path))
+    for _ in range(_MAX_RUNS):
+        output = _run(["bash", "-euo", "pipefail", "-c", _on(readme_server, block.code)], tmp_path)
+        if not _has_merged_events(block, output):
+            break
+    _check(block, output)
 
 
 @pytest.mark.long
@@ -199,6 +204,14 @@ def _run(command: list[str], folder: Path) -> str:
     output = done.stdout.decode()
     assert done.returncode == 0, f"{output}\n{done.stderr.decode()}"
     return output
+
+
+def _has_merged_events(block: Block, output: str) -> bool:
+    """Returns whether the stream has fewer events than tokens, or than the page shows. The server merges the events of
+    a reader that lags, and on a busy machine its own event loop may lag behind the engine.
+    """
+    shown, counts = block.output or "", re.findall(r'"(?:num_output|usage_completion)_tokens":(\d+)', output)
+    return 0 < output.count("data: ") < max([shown.count("data: "), *map(int, counts)])
 
 
 def _check(block: Block, output: str) -> None:

@@ -20,8 +20,9 @@ from mlserver_torch_stream.cli.cloud_options import STDOUT
 from mlserver_torch_stream.cli.interruptible import Interrupted, run_to_end
 from mlserver_torch_stream.cli.progress import Progress, Total, summary
 from mlserver_torch_stream.cloud.archives import decompressor
-from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
+from mlserver_torch_stream.cloud.backend import open_backend
 from mlserver_torch_stream.cloud.backoff import Retry
+from mlserver_torch_stream.cloud.batch_backend import BatchBackend
 from mlserver_torch_stream.cloud.endpoint import Backend, ServerEndpoint, only_model
 from mlserver_torch_stream.cloud.naming import closed_format, compression_of, is_archive, kind_of
 from mlserver_torch_stream.cloud.parquet import parquet_library

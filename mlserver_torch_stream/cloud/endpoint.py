@@ -17,7 +17,7 @@ from mlserver_torch_stream.client.http_transport import error_message, retry_aft
 from mlserver_torch_stream.cloud.answers import parse
 from mlserver_torch_stream.cloud.backoff import Concurrency, Gate, Retry
 from mlserver_torch_stream.cloud.connections import close_session, make_connector
-from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest
+from mlserver_torch_stream.cloud.requests import ObjectRequest, RowRequest, RowUnsuitable
 from mlserver_torch_stream.cloud.rows import (
     AccessDenied,
     CloudError,
@@ -27,18 +27,20 @@ from mlserver_torch_stream.cloud.rows import (
     Row,
     RunRefused,
     StoreUnavailable,
+    refusal,
 )
-from mlserver_torch_stream.protocol.openai_stream import error_object
+from mlserver_torch_stream.errors import RequestError
+from mlserver_torch_stream.protocol.openai_stream import BAD_REQUEST, error_object
 
 Api = Literal["v2", "openai", "torchserve"]
 
-OK = range(200, 300)
 _LATER = (408, 429, 502, 503, 504)
 _SLOWER = (429, 503)
 MAX_ERROR_CHARACTERS = 2000
 JSON = {"Content-Type": "application/json"}
 FRAMES = {"Content-Type": "application/octet-stream"}
 BROKEN, UNREADABLE = 500, 502  # statuses of failures after a 200
+UNSENDABLE = (RowUnsuitable, RequestError, ValueError, RecursionError)  # a row with one of these errors is not sent
 _CONNECT_S = 10.0
 _TRIES_OF_A_ROW = 3  # how often a row is tried if it may have caused the failure itself
 _SHORTEST_SECRET = 8  # characters; a shorter key, such as EMPTY, is not a secret
@@ -71,6 +73,11 @@ class ServerEndpoint:
     name: str | None = None
     retry: Retry = field(default_factory=lambda: Retry(tries=10, first=0.2, longest=30.0))
     ended: Callable[[], str | None] = lambda: None
+
+    @property
+    def object_request(self) -> ObjectRequest:
+        """``objects``, or its default if that is None."""
+        return self.objects or ObjectRequest()
 
 
 class RowFailed(CloudError, retriable=True):
@@ -262,6 +269,22 @@ def lasting_refusal(
 def row_failure(code: str, message: str, status: int, error: Mapping[str, Any] | None) -> Failure:
     """Returns the failure of a row. ``error`` is the server's own error object, if it sent one."""
     return Failure(code, message, status, error or error_object(status, message, code=code))
+
+
+def unsent(error: Exception) -> Outcome:
+    """Returns the outcome of a row that cannot be sent, for example because of a lone surrogate, NaN or nesting that
+    is too deep.
+    """
+    if isinstance(error, RequestError):
+        return Outcome(failure=refusal(error))
+    if isinstance(error, RowUnsuitable):
+        return Outcome(failure=row_failure("unsuitable", str(error), BAD_REQUEST, None))
+    return Outcome(failure=row_failure("invalid_request", f"cannot be sent as JSON: {error}", BAD_REQUEST, None))
+
+
+def unreadable(error: Exception) -> RowFailed:
+    """Returns the failure of a row whose answer cannot be read because of ``error``."""
+    return RowFailed(f"the server's answer cannot be read: {type(error).__name__}: {error}", UNREADABLE)
 
 
 def _server_error(body: str) -> tuple[str, Mapping[str, Any] | None]:

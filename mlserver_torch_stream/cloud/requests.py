@@ -13,6 +13,7 @@ from mlserver_torch_stream.cloud.naming import closed_format
 from mlserver_torch_stream.cloud.rows import Kind, Row
 from mlserver_torch_stream.protocol.openai_batch import check_model
 from mlserver_torch_stream.protocol.openai_request import MESSAGES, PROMPT
+from mlserver_torch_stream.protocol.parameters import SILENT_IN_BODY
 from mlserver_torch_stream.protocol.responses_request import INPUT
 
 _RUNS_OWN = ("stream", "model")  # the run sets them; the rows were checked to agree
@@ -45,6 +46,11 @@ class RowQuestion:
         """The request body in the format of OpenAI's API, without the model's name."""
         prompt = {MESSAGES: self.messages} if self.chat else {PROMPT: self.prompt}
         return {**prompt, **self.parameters}
+
+    @property
+    def v2_parameters(self) -> dict[str, Any]:
+        """The parameters that V2 has: OpenAI's API also has parameters that change nothing."""
+        return {key: value for key, value in self.parameters.items() if key not in SILENT_IN_BODY}
 
 
 @dataclass(frozen=True, slots=True)

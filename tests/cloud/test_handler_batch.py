@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from mlserver_torch_stream.cli.child_server import NAME, child_server
-from mlserver_torch_stream.cloud.backend import BatchBackend, open_backend
+from mlserver_torch_stream.cloud.backend import open_backend
+from mlserver_torch_stream.cloud.batch_backend import BatchBackend
 from mlserver_torch_stream.cloud.endpoint import ServerEndpoint
 from mlserver_torch_stream.cloud.requests import ObjectRequest
 from mlserver_torch_stream.cloud.rows import AccessDenied, Chunk, Row, SequenceLost
 from mlserver_torch_stream.cloud.run_metrics import RunMetrics
+from tests import plain_http
 from tests.cloud.handlers import write
+from tests.server.harness import Model, serve
+from tests.torchserve.predicting import SETTINGS, SHIM, TORCHSERVE
 
 _ENDLESS = """
 import itertools, pathlib, time
@@ -123,3 +127,31 @@ def test_a_chunk_after_the_first_whose_worker_has_died_is_lost_and_does_not_fail
             await backend.aclose()
 
     asyncio.run(asyncio.wait_for(act(), 120))
+
+
+@pytest.mark.long
+def test_after_a_reload_an_exchange_that_began_before_it_ends_the_sequences_of_the_new_model(tmp_path: Path) -> None:
+    """The handler has room for one sequence, and would keep it for 60 s without a request."""
+    config = {"sequenceBatching": True, "sequenceMaxIdleMSec": 60_000, "maxNumSequence": 1}
+    handler = write(tmp_path / "h", "def handle(data, context):\n    return data and ['ok'] * len(data)\n", **config)
+    models = [Model("h", str(handler), implementation=TORCHSERVE, extra=SHIM)]
+
+    async def act(url: str) -> None:
+        backend = await open_backend(ServerEndpoint(url, "h", objects=ObjectRequest(), batches=True))
+        assert isinstance(backend, BatchBackend)
+
+        async def begin(name: str) -> None:
+            chunk = Chunk(0, 0, last=False, joined=True)
+            (outcome,) = await backend([Row(0, name, None, name, data=b"x", chunk=chunk, sequence=name)])
+            assert outcome.failure is None
+
+        await begin("old")
+        assert plain_http.post(f"{url}/v2/repository/models/h/load").is_success
+        for name in ("a", "b", "c"):
+            await begin(name)
+            backend.end_sequence(name)
+        assert backend.retries == 0
+        await backend.aclose()
+
+    with serve(tmp_path / "models", models, settings=SETTINGS) as server:
+        asyncio.run(asyncio.wait_for(act(server.url), 60))

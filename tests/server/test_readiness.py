@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from mlserver import ModelSettings
@@ -17,6 +17,7 @@ from mlserver.settings import Settings
 
 from mlserver_torch_stream.runtime import TorchStreamRuntime
 from mlserver_torch_stream.server.host import ServerHost
+from mlserver_torch_stream.server.lifecycle import shutdown
 from mlserver_torch_stream.server.lifecycle.lifecycle import Lifecycle
 from mlserver_torch_stream.server.rest import health
 from tests.server.harness import PACKAGE_SPELLING
@@ -137,3 +138,18 @@ def test_a_model_that_a_shutdown_took_out_of_the_registry_is_not_ready_and_not_u
 
     assert asyncio.run(answers(True)) == [503, 503]
     assert asyncio.run(answers(False)) == [404, 404]
+
+
+def test_without_a_delay_requests_are_refused_as_soon_as_the_server_is_not_ready() -> None:
+    """The event loop has no turn in between, in which a client could see the one and make a request."""
+
+    async def scenario() -> tuple[str | None, bool]:
+        lifecycle = Lifecycle()
+        draining = asyncio.create_task(shutdown._drain(cast(Any, None), lifecycle, "SIGTERM"))
+        await asyncio.sleep(0)
+        found = lifecycle.shutdown_reason, lifecycle.refusing.is_set
+        draining.cancel()
+        await asyncio.wait((draining,))
+        return found
+
+    assert asyncio.run(scenario()) == ("the server is shutting down", True)

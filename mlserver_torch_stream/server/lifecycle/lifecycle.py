@@ -209,10 +209,12 @@ class Lifecycle:
 
     async def delay(self, seconds: float) -> None:
         """Waits ``seconds`` seconds, in which requests are still accepted, so that routers can notice that the server
-        is not ready.
+        is not ready. With 0 the event loop has no turn, so that no client sees a server that is not ready and accepts
+        requests.
         """
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._grace_skipped.wait(), seconds)
+        if seconds:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._grace_skipped.wait(), seconds)
 
     async def drain(self, members: Collection[Member], grace: float, why: str) -> None:
         """Gives the members' requests ``grace`` seconds to finish, then aborts those that remain. Each still gets its

@@ -125,8 +125,9 @@ class _BatchEndpoint:
 
         def take(number: int | str, items: list[Item] | None) -> None:
             if isinstance(number, str):
-                if isinstance(found, HandlerModel):
-                    found.end_sequence(number)
+                model = find_model(self._host.registry, name, None)  # has the sequence, also after a reload
+                if isinstance(model, HandlerModel):
+                    model.end_sequence(number)
             elif items is not None:
                 if number in tasks:
                     raise InvalidInput("batch", f"{number} is already being answered")
