@@ -133,7 +133,8 @@ class EngineSettings(BaseModel):
     """With `think` the text between `<think>` and `</think>` is the reasoning of an answer, and with `none` it is part
     of the text; `auto` means `think` if the chat template contains `</think>`."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type."""
+    """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type, and `bfloat16` for a quantised GGUF file.
+    Our own CPU kernels do not compute in `float16`."""
     device_map: DeviceMap | None = None
     """A device map of accelerate: `auto`, `balanced`, `sequential`, a device, or an object of modules and devices."""
     max_memory: MaxMemory | None = None
@@ -187,8 +188,8 @@ class EngineSettings(BaseModel):
     """Milliseconds after a stream's last event at which the next event is sent with fewer tokens, too. Without
     `stream_interval`, no event but the last is sent earlier."""
     kv_cache_memory: Bytes | None = None
-    """The maximum memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
-    of the memory that the container, `ulimit` or the GPU leaves free."""
+    """The maximum memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: half of
+    the memory that the container or `ulimit` leaves free, or 0.8 of what a GPU has free."""
     prefix_cache_memory: BytesOrNone | None = None
     """How much of the KV cache's memory pages of ended sequences may keep for later prompts; default: on GPUs all of
     it, on CPUs an eighth of it and at most 256 MiB."""
@@ -206,7 +207,7 @@ class EngineSettings(BaseModel):
     """Default values of request parameters; they override the model's generation config."""
     cache_dir: str | None = None
     """The folder for compiled kernels, converted GGUF files and records of checked loads; default:
-    `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    `MLSERVER_TORCH_STREAM_CACHE`, else `mlserver-torch-stream` in `XDG_CACHE_HOME` or `~/.cache`."""
     vllm_python: str | None = None
     """The Python interpreter of an environment in which vLLM is installed ([engines.md](engines.md#install)); default:
     `MLSERVER_TORCH_STREAM_VLLM_PYTHON`."""
