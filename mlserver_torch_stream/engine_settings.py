@@ -162,7 +162,7 @@ class EngineSettings(BaseModel):
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
     """`packed` keeps a GGUF file quantised, and `int8` or `int4` round a bfloat16 model's projections at load
     ([weights.md](weights.md)); `auto` does neither, and dequantises a GGUF file."""
-    max_model_len: int | None = Field(default=None, gt=0)
+    max_model_len: int | None = Field(default=None, gt=1)
     """The maximum number of tokens of a prompt and its answer together; default: the model's own limit."""
     max_num_seqs: int = Field(default=32, gt=0)
     """The maximum number of sequences that are decoded together; default where the KV cache is on GPUs alone: 256."""
@@ -196,8 +196,8 @@ class EngineSettings(BaseModel):
     speculative: Speculative | None = None
     """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step;
     default: no drafts."""
-    threads: int | None = Field(default=None, gt=0)
-    """CPU threads; default: the container's share of the host's cores."""
+    threads: int | None = Field(default=None, gt=0, le=1024)
+    """CPU threads, at most 1,024; default: the container's share of the host's cores."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks over which each layer is split; each rank is a process with its own device
     ([scaling.md](scaling.md))."""

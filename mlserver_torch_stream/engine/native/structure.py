@@ -245,7 +245,7 @@ class _StructureReader:
     def child(self, module: Any, name: str) -> Any:
         found = getattr(module, name, None)
         if not isinstance(found, nn.Module):
-            raise UnsupportedLayout(f"{type(module).__name__} has no {name}")
+            raise UnsupportedLayout(f"its layout is not that of Llama: {type(module).__name__} has no {name}")
         return found
 
     def linear(self, module: Any, *names: str) -> Projection:
