@@ -133,7 +133,8 @@ class EngineSettings(BaseModel):
     """With `think` the text between `<think>` and `</think>` is the reasoning of an answer, and with `none` it is part
     of the text; `auto` means `think` if the chat template contains `</think>`."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type."""
+    """`bfloat16`, `float16` or `float32`; `auto` uses the checkpoint's type, and `bfloat16` for a quantised GGUF file.
+    Our own CPU kernels do not compute in `float16`."""
     device_map: DeviceMap | None = None
     """A device map of accelerate: `auto`, `balanced`, `sequential`, a device, or an object of modules and devices."""
     max_memory: MaxMemory | None = None
@@ -161,7 +162,7 @@ class EngineSettings(BaseModel):
     weights: Literal["auto", "packed", "int8", "int4"] = "auto"
     """`packed` keeps a GGUF file quantised, and `int8` or `int4` round a bfloat16 model's projections at load
     ([weights.md](weights.md)); `auto` does neither, and dequantises a GGUF file."""
-    max_model_len: int | None = Field(default=None, gt=0)
+    max_model_len: int | None = Field(default=None, gt=1)
     """The maximum number of tokens of a prompt and its answer together; default: the model's own limit."""
     max_num_seqs: int = Field(default=32, gt=0)
     """The maximum number of sequences that are decoded together; default where the KV cache is on GPUs alone: 256."""
@@ -187,16 +188,16 @@ class EngineSettings(BaseModel):
     """Milliseconds after a stream's last event at which the next event is sent with fewer tokens, too. Without
     `stream_interval`, no event but the last is sent earlier."""
     kv_cache_memory: Bytes | None = None
-    """The maximum memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: a share
-    of the memory that the container, `ulimit` or the GPU leaves free."""
+    """The maximum memory of the KV cache, whose [pages](engine.md#memory) sequences take as they grow; default: half of
+    the memory that the container or `ulimit` leaves free, or 0.8 of what a GPU has free."""
     prefix_cache_memory: BytesOrNone | None = None
     """How much of the KV cache's memory pages of ended sequences may keep for later prompts; default: on GPUs all of
     it, on CPUs an eighth of it and at most 256 MiB."""
     speculative: Speculative | None = None
     """`{"prompt_lookup": 8}` drafts up to 8 tokens of a sequence from its own text and verifies them in one step;
     default: no drafts."""
-    threads: int | None = Field(default=None, gt=0)
-    """CPU threads; default: the container's share of the host's cores."""
+    threads: int | None = Field(default=None, gt=0, le=1024)
+    """CPU threads, at most 1,024; default: the container's share of the host's cores."""
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks over which each layer is split; each rank is a process with its own device
     ([scaling.md](scaling.md))."""
@@ -206,7 +207,7 @@ class EngineSettings(BaseModel):
     """Default values of request parameters; they override the model's generation config."""
     cache_dir: str | None = None
     """The folder for compiled kernels, converted GGUF files and records of checked loads; default:
-    `MLSERVER_TORCH_STREAM_CACHE`, else the user's cache folder."""
+    `MLSERVER_TORCH_STREAM_CACHE`, else `mlserver-torch-stream` in `XDG_CACHE_HOME` or `~/.cache`."""
     vllm_python: str | None = None
     """The Python interpreter of an environment in which vLLM is installed ([engines.md](engines.md#install)); default:
     `MLSERVER_TORCH_STREAM_VLLM_PYTHON`."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
@@ -23,6 +24,19 @@ _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 _ABANDONED = (".compiling-*", ".writing-*")  # the folders in which files are made
 _ABANDONED_S = 24 * 3600.0
+
+
+@contextmanager
+def os_errors() -> Iterator[None]:
+    """Raises OSError where safetensors or tokenizers report an error of the system, such as a full disk, as another."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def keep(

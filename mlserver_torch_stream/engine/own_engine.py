@@ -78,14 +78,16 @@ def _run_replicas(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     resolved, resources = load.resolved, load.resources
     weights = weights_key(resolved, load.threads)
-    files = locate_packed(resolved) or locate(resolved)
+    with resources.loading_alone():
+        files = locate_packed(resolved) or locate(resolved)
     key = weights, length_setting(resolved, files.location)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
     trim_heap()  # reading a vocabulary frees 29 MB; later blocks would fragment it
 
     def make() -> PreparedModel:
-        return prepare(files, load)
+        with resources.loading_alone():
+            return prepare(files, load)
 
     lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: _in_thread_that_ends(load.threads, make))
     try:

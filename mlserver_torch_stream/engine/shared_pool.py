@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,8 @@ from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.work_threads import WorkCancelled, raise_if_cancelled
 
 V = TypeVar("V")
+
+_LOOK_S = 0.1  # seconds between two looks of a load that waits
 
 
 class SharedPool(Generic[V]):
@@ -102,6 +104,20 @@ class ProcessResources:
         self.engines: SharedPool[Any] = SharedPool()
         self.checks: Counter[str] = Counter()  # loads whose checks can be recorded, by the reason why the checks ran
         self.templates = TextProcesses()  # render the chat templates of all models
+        self._loading = threading.Lock()
+
+    @contextlib.contextmanager
+    def loading_alone(self) -> Iterator[None]:
+        """Admits one thread at a time. Raises WorkCancelled if the work of the waiting thread is cancelled.
+
+        While transformers builds a model, it changes torch's default dtype and its own functions for all threads.
+        """
+        while not self._loading.acquire(timeout=_LOOK_S):
+            raise_if_cancelled()
+        try:
+            yield
+        finally:
+            self._loading.release()
 
     def promise(self, owner: object, setting: int | None, available: int, engines: int = 1) -> int:
         """Reserves host memory for ``owner``'s KV cache.

@@ -56,7 +56,8 @@ PARAMETERS: tuple[Parameter, ...] = (
         "max_tokens",
         "The maximum number of tokens of the answer. Default: from `default_sampling`, else from the model's "
         "generation config; if neither has one, 256 for an answer to a prompt, and for an answer to messages what the "
-        "context and the cache hold. With `echo` or `prompt_logprobs` it may be 0: then only the prompt is scored.",
+        "context and the cache hold. When the context is full, an answer ends with `length`, whatever this says. With "
+        "`echo` or `prompt_logprobs` it may be 0: then only the prompt is scored.",
         values.integer(0),
         "max_new_tokens",
         "max_completion_tokens",

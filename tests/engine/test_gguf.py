@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
+import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -13,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mlserver_torch_stream.engine.fingerprint import checksum
 from mlserver_torch_stream.engine.loading.gguf import converted_folder
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
@@ -57,6 +62,46 @@ def test_the_cache_goes_by_content_and_not_by_path(gguf_file: Path, tmp_path: Pa
     assert converted_folder(copy, tmp_path / "cache") == folder
     assert other.stat().st_size == gguf_file.stat().st_size
     assert converted_folder(other, tmp_path / "cache") != folder
+
+
+def test_a_key_that_is_changed_in_place_is_read_again(tmp_path: Path) -> None:
+    """As gguf-set-metadata does it; a checksum of samples of the file can miss the few bytes of a key."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", hidden=512)
+    assert load(file, tmp_path / "cache").eos_token_ids == (1,)
+    before = checksum(file)
+    gguf.GGUFReader(file, "r+").fields["tokenizer.ggml.eos_token_id"].parts[-1][0] = 7
+    assert checksum(file) == before
+    assert load(file, tmp_path / "cache").eos_token_ids == (7,)
+
+
+def test_other_users_can_read_a_conversion(gguf_file: Path, tmp_path: Path) -> None:
+    """Root may fill the cache of an image that another user runs."""
+    folder = converted_folder(gguf_file, tmp_path)
+    assert folder is not None and (folder / "model.safetensors").is_file()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Makes writes fail beyond this size of a file, as they do on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("size", [1_000, 50_000])
+def test_where_the_conversion_has_no_room_the_file_is_converted_in_memory(
+    gguf_file: Path, tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The smaller size does not hold the tokenizer, the larger one not the weights: two libraries write them."""
+    with largest_file(size):
+        loaded = load(gguf_file, tmp_path)
+    assert "(File too large): converting in memory" in caplog.text
+    assert loaded.eos_token_ids == (1,)
+    assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()]
 
 
 def test_two_that_convert_the_same_file_do_it_once(

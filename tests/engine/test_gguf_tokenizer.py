@@ -61,6 +61,14 @@ def test_text_is_cut_as_the_file_says(pre: str, tokens: list[str], tmp_path: Pat
     assert AutoTokenizer.from_pretrained(tmp_path).tokenize("abc 12") == tokens
 
 
+def test_tokenizer_files_beside_the_file_are_not_read(tmp_path: Path) -> None:
+    """The converter writes a file into the model's folder; another model's file may be there, too."""
+    file = byte_level(tmp_path / "m.gguf", pre="smollm")
+    load_gguf_tokenizer(sentencepiece(tmp_path / "other.gguf")).save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert load_gguf_tokenizer(file).tokenize("abc 12") == ["a", "b", "c", "Ġ", "1", "2"]
+
+
 @pytest.mark.parametrize(("keys", "said"), [({"pre": "grok-2"}, "is 'grok-2', which is not"), ({}, "pre is missing")])
 def test_a_way_to_cut_that_is_not_known_is_refused(keys: dict[str, str], said: str, tmp_path: Path) -> None:
     with pytest.raises(LoadFailed, match=said):

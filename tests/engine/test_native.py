@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.native import native_forward
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from mlserver_torch_stream.engine.native.quantise import ROUNDED
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from tests.engine.kernels import kernels_of
 from tests.engine.page_book import PageBook, answers, errors_of, expected_answers, prefilled
@@ -93,6 +94,24 @@ def test_in_bfloat16_logits_are_as_near_to_float32_as_transformers_are(name: str
             {"ours": NativeForward(model, KernelOptions(2, folder)), "theirs": ModelForward(model)}, model, exact
         )
     assert errors["ours"] <= 1.1 * errors["theirs"]
+
+
+@pytest.mark.parametrize("rounded", [None, "int8"])
+def test_torch_s_default_dtype_changes_no_bit(rounded: str | None, folder: Path) -> None:
+    """transformers changes the default for all threads while it builds another model; the kernels write float32."""
+    model = tiny_model("llama", attention_bias=True).to(torch.bfloat16)
+
+    def logits() -> torch.Tensor:
+        forward = NativeForward(model, KernelOptions(1, folder), ROUNDED[rounded] if rounded else None)
+        return prefilled(forward, model, prompt_of(20, 1), 20)[0].clone()
+
+    with torch.inference_mode():
+        expected = logits()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert torch.equal(logits(), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
@@ -188,7 +207,7 @@ def test_other_layouts_with_known_modules_are_found_out(family: str, dtype: torc
 
 
 def test_half_precision_other_than_bfloat16_is_refused() -> None:
-    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="float16"):
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="float16 on cpu; set dtype to bfloat16"):
         read_decoder(tiny_model().half())
 
 

@@ -1,14 +1,17 @@
 """Several models in one process: how they reserve memory, and take turns on the cores."""
 
 import asyncio
+import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
@@ -43,6 +46,32 @@ def test_promises_never_exceed_what_there_is_and_come_back() -> None:
     resources.release(owners[0])  # twice is harmless
     for owner in owners:
         resources.release(owner)
+
+
+def test_models_are_built_one_after_the_other(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers changes torch's default dtype, and functions of its own, for all threads while it builds a model."""
+    building: list[int] = []
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def build(*args: Any, **options: Any) -> Any:
+        building.append(building[-1] + 1 if building else 1)
+        time.sleep(0.3)
+        try:
+            return from_pretrained(*args, **options)
+        finally:
+            building.append(building[-1] - 1)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", build)
+    resources = ProcessResources()
+    folders = [tiny_model, shutil.copytree(tiny_model, tmp_path / "copy")]
+    with ThreadPoolExecutor(2) as pool:
+        engines = list(pool.map(lambda folder: built(folder, resources, fast_path="off"), folders))
+    for engine in engines:
+        engine.give_back()
+        engine.shutdown()
+    assert building == [1, 0, 1, 0]
 
 
 def test_what_was_asked_for_is_given_and_counted() -> None:

@@ -20,6 +20,7 @@ from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.page_book import prefilled
+from tests.engine.test_gguf import largest_file
 from tests.engine.test_native_compile import bound, needs_permissions
 from tests.engine.tiny import tiny_model as make_tiny_model
 
@@ -226,6 +227,13 @@ def test_the_number_of_records_is_bounded_and_the_oldest_goes(
     for weights in ("int8", "int4"):
         loaded(model, cache, weights=weights)
     assert len(records(cache)) == 2 and first not in records(cache)
+
+
+def test_a_load_whose_record_has_no_room_goes_on(model: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with largest_file(1_500), caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        prepared, _ = loaded(model, cache)
+    assert "The checks of this load are not recorded" in caplog.text and "File too large" in caplog.text
+    assert not records(cache) and logits(prepared).isfinite().all()
 
 
 def start(model: Path, cache: Path, **extra: object) -> subprocess.Popen[str]:

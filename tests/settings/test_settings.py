@@ -45,7 +45,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: obj
         ("max_memory", "20GiB"),
         ("trust_remote_code", "yes"),
         ("engine", "fast"),
-        ("max_model_len", 0),
+        ("max_model_len", 1),  # no room for a token of an answer
         ("max_num_seqs", "many"),
         ("max_num_seqs", True),
         ("max_queued_requests", -1),
@@ -54,6 +54,7 @@ def test_an_unknown_key_is_named_with_its_nearest_neighbour(key: str, value: obj
         ("kv_cache_memory", "four gigs"),
         ("kv_cache_memory", 0),
         ("threads", 0),
+        ("threads", 100_000),
         ("quantization_config", "4bit"),
         ("default_sampling", [1]),
         ("speculative", 8),

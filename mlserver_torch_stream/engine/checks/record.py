@@ -36,7 +36,7 @@ from mlserver_torch_stream.engine.config_fields import comparable_context, plain
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import checksum, file_stamps, length_setting, shaping_settings
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kept_files import foreign, keep, keep_newest, kept_files
+from mlserver_torch_stream.engine.kept_files import foreign, keep, keep_newest, kept_files, os_errors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.placement import DeviceShare
 from mlserver_torch_stream.engine.native.compile_kernels import cpu_properties
@@ -147,7 +147,8 @@ def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as place:
             made = Path(place, f"record{_SUFFIX}")
-            save_file(proved.plan.own, made, metadata={"proved": _encode(key, proved)})
+            with os_errors():
+                save_file(proved.plan.own, made, metadata={"proved": _encode(key, proved)})
             keep(made, folder, key.stem)
         keep_newest(folder, f"*{_SUFFIX}", MAX_RECORDS)
     except OSError as error:

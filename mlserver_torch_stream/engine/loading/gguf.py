@@ -27,6 +27,7 @@ from transformers import GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
+from mlserver_torch_stream.engine.kept_files import os_errors
 from mlserver_torch_stream.engine.loading.gguf_packed import write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.stage_log import stage
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
+_HEADER_BYTES = 2**24  # a vocabulary of 262,000 tokens and its keys take 11 MB
 UNUSED_SECONDS = 30 * 24 * 3600.0  # conversions unused for so long are deleted: each transformers version has its own
 _READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
 _SEAL = "checksums.json"  # holds the checksums of the other files of a folder
@@ -75,9 +77,8 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
         return target
     except (OSError, Timeout) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        logger.warning(
-            "Cannot keep the converted %s in %s (%s): converting in memory", gguf_file.name, cache_dir, reason
-        )
+        otherwise = "" if packed else ": converting in memory"  # packed weights need the folder
+        logger.warning("Cannot keep the converted %s in %s (%s)%s", gguf_file.name, cache_dir, reason, otherwise)
         return None
 
 
@@ -128,12 +129,16 @@ def _target(gguf_file: Path, cache_dir: Path, dtype: str, packed: bool) -> Path:
 
 
 def _fingerprint(gguf_file: Path, dtype: str) -> str:
-    """Returns a digest of a file's content.
+    """Returns a digest of a file's content: of all bytes of its header, and of samples of its weights.
 
-    Because path and time do not count, a new virtual environment can use old conversions.
+    The header is not sampled, because tools such as gguf-set-metadata change single keys in place. Because path and
+    time do not count, a new virtual environment can use old conversions.
     """
     described = f"{FORMAT} {transformers.__version__} {dtype} {checksum(gguf_file)}"
-    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(described.encode(), digest_size=8)
+    with gguf_file.open("rb") as file:
+        digest.update(file.read(_HEADER_BYTES))
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -146,7 +151,8 @@ def _headers_parsed_once() -> Iterator[None]:
 
     with _READER_LOCK:
         reader = gguf.GGUFReader
-        gguf.GGUFReader = functools.cache(reader)
+        parsed = functools.cache(reader)
+        gguf.GGUFReader = lambda path, *mode: parsed(os.path.realpath(path), *mode)  # links are the same file
         try:
             yield
         finally:
@@ -168,13 +174,15 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
                     write_packed(gguf_file, Path(folder))
                 else:
                     model = load_gguf(gguf_file, dtype)
-        with stage(logger, f"Writing the converted {name}"):
+        with stage(logger, f"Writing the converted {name}"), os_errors():
             tokenizer.save_pretrained(folder)
             if not packed:
                 _forget_quantization(model)
                 model.save_pretrained(folder)
             _seal(Path(folder))
-        os.chmod(folder, 0o755)  # an image that root builds can run as another user
+        for path in Path(folder).iterdir():  # an image that root builds can run as another user
+            path.chmod(0o644)
+        os.chmod(folder, 0o755)
         os.rename(folder, target)
         flush(target.parent)
 

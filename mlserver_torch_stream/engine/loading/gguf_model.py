@@ -43,7 +43,7 @@ class GgufWeights:
     def dense(self) -> Tensor:
         """Returns the values in float32."""
         if not self.parts:
-            return torch.zeros(self.shape)
+            return torch.zeros(self.shape, dtype=torch.float32)
         values = [gguf.dequantize(part.data, part.tensor_type) for part in self.parts]
         value = np.concatenate(values, axis=1) if len(values) > 1 else values[0]
         if self.heads:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     cut = _way_to_cut(metadata)
     by_file = metadata.get("general.architecture") in _NOT_BY_AUTO
     loader = PreTrainedTokenizerFast if by_file else AutoTokenizer
-    tokenizer = loader.from_pretrained(str(gguf_file.parent), gguf_file=gguf_file.name)
+    with _folder_of(gguf_file) as folder:
+        tokenizer = loader.from_pretrained(folder, gguf_file=gguf_file.name)
     for role, key in _SPECIAL_TOKENS.items():
         if _KEY + key in metadata:
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))
@@ -59,6 +62,15 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
+
+
+@contextmanager
+def _folder_of(gguf_file: Path) -> Iterator[str]:
+    """Makes a folder with a link to the file alone, because transformers would read a tokenizer.json beside the file,
+    which may be that of another model, instead of the file."""
+    with tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-") as folder:
+        Path(folder, gguf_file.name).symlink_to(gguf_file.absolute())
+        yield folder
 
 
 def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:

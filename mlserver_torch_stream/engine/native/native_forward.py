@@ -238,7 +238,7 @@ class NativeForward(LoadedForward):
 
     def _make_room(self, rows: int) -> None:
         """Allocates ``rows`` rows of logits. Results of earlier steps keep their own memory."""
-        logits, argmax = torch.empty(rows, self._width), array("q", bytes(8 * rows))
+        logits, argmax = torch.empty(rows, self._width, dtype=torch.float32), array("q", bytes(8 * rows))
         self._logits, self._argmax = logits, argmax  # allocates both or, without memory, neither
         self._logits_address, self._argmax_address = self._logits.data_ptr(), self._argmax.buffer_info()[0]
         self._results: dict[int, Logits] = {}

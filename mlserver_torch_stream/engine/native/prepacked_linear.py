@@ -114,7 +114,8 @@ class _Packed:
         matrix.pack(panels, self._packer)
         forward = PackedProduct(layer, panels, self._packer.kernels)
         for rows in _CHECKED_ROWS:
-            inputs = torch.linspace(-1, 1, rows * forward.inputs).view(1, rows, -1).to(forward.dtype)
+            values = torch.linspace(-1, 1, rows * forward.inputs, dtype=torch.float32)
+            inputs = values.view(1, rows, -1).to(forward.dtype)
             expected, got = layer.forward(inputs).float(), forward(inputs).float()
             if not (got - expected).abs().max() <= _LAYER_TOLERANCE[forward.dtype] * expected.abs().max():
                 raise ArithmeticError(f"a layer of {forward.outputs} x {forward.inputs} gives other results")

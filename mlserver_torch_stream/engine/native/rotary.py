@@ -76,7 +76,7 @@ def angles_of(rotary: Any) -> list[RotaryAngles]:
 
 def _angles_of(module: Any) -> RotaryAngles:
     found = RotaryAngles(module.inv_freq, float(module.attention_scaling))
-    x, positions = torch.zeros(1), torch.arange(_POSITIONS)[None]
+    x, positions = torch.zeros(1, dtype=torch.float32), torch.arange(_POSITIONS)[None]
     if not all(map(torch.equal, found(x, positions), module(x, positions))):
         raise UnsupportedLayout("the model has positions whose angles are not products of position and frequency")
     return found

@@ -245,7 +245,7 @@ class _StructureReader:
     def child(self, module: Any, name: str) -> Any:
         found = getattr(module, name, None)
         if not isinstance(found, nn.Module):
-            raise UnsupportedLayout(f"{type(module).__name__} has no {name}")
+            raise UnsupportedLayout(f"its layout is not that of Llama: {type(module).__name__} has no {name}")
         return found
 
     def linear(self, module: Any, *names: str) -> Projection:
@@ -337,7 +337,7 @@ def _halves(fused: Projection) -> Projection:
 
 
 def _activation(function: Any) -> str:
-    x = torch.linspace(-6, 6, 97)
+    x = torch.linspace(-6, 6, 97, dtype=torch.float32)
     known = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
     for name, expected in known.items():
         if callable(function) and torch.allclose(function(x), expected, atol=1e-5):
@@ -377,6 +377,8 @@ def _check_placement(model: Any) -> None:
     parameters: Iterable[Tensor] = model.parameters()
     kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
     if kinds not in ({("cpu", torch.bfloat16)}, {("cpu", torch.float32)}):
-        raise UnsupportedLayout(f"parameters are {', '.join(sorted(f'{dtype} on {place}' for place, dtype in kinds))}")
+        found = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {place}" for place, dtype in kinds))
+        advice = "; set dtype to bfloat16" if kinds == {("cpu", torch.float16)} else ""
+        raise UnsupportedLayout(f"the weights are in {found}{advice}")
     if any(hasattr(module, "_hf_hook") or module._forward_hooks for module in model.modules()):
         raise UnsupportedLayout("the model has modules with hooks")

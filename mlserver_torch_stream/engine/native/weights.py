@@ -146,7 +146,7 @@ class GroupedMatrix:
         ``largest`` is the largest magnitude of each output's weights, ``[outputs, 1]``.
         """
         ones = torch.nn.functional.one_hot(self._columns, self._inputs).float()
-        got = torch.empty(len(ones), len(weights))
+        got = torch.empty(len(ones), len(weights), dtype=torch.float32)
         matrix = c.KernelMatrix.of(self._inputs, c.KernelRun(panels.data_ptr(), len(weights), self.number))
         pool = c.torch_pool()
         packer.kernels.native_multiply(
@@ -158,8 +158,8 @@ class GroupedMatrix:
     def _rows(self, order: Tensor) -> Groups:
         count, groups = len(order), -(-self._inputs // GROUP)
         codes = torch.full((count, self._inputs), self.format.offset, dtype=torch.uint8)
-        scales = torch.zeros(count, groups * self.format.scales)
-        minima = torch.zeros(count, groups) if self.format.minimum else None
+        scales = torch.zeros(count, groups * self.format.scales, dtype=torch.float32)
+        minima = torch.zeros(count, groups, dtype=torch.float32) if self.format.minimum else None
         first = 0  # the row of the part in the stacked matrix
         for part in self._parts:
             places = ((order >= first) & (order < first + part.shape[0])).nonzero().flatten()
@@ -284,7 +284,7 @@ class PackedWeights:
         if all(bias is None for bias in projection.biases):
             return None
         parts = [
-            torch.zeros(weight.shape[0]) if bias is None else bias.float()
+            torch.zeros(weight.shape[0], dtype=torch.float32) if bias is None else bias.float()
             for weight, bias in zip(projection.weights, projection.biases, strict=True)
         ]
         order = row_order([len(part) for part in parts], projection.interleaved)

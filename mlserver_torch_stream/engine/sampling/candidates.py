@@ -144,7 +144,7 @@ def _rest(
     work: torch.Tensor, rows: Sequence[RowSampler], ids: torch.Tensor, top: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
     """Returns the total weight of the tokens that are not candidates, float32 [n], relative to the largest weight."""
-    rest = torch.zeros(len(rows), device=work.device)
+    rest = torch.zeros(len(rows), dtype=torch.float32, device=work.device)
     needing = [i for i, row in enumerate(rows) if not row.top_k and (row.top_p < 1.0 or _unfiltered(row))]
     if not needing or ids.shape[1] == work.shape[1]:
         return rest

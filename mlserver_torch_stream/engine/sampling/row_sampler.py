@@ -92,7 +92,7 @@ def _penalised(values: torch.Tensor, edits: Sequence[RowEdits]) -> torch.Tensor:
 
 def _fill(work: torch.Tensor, rows: Sequence[int], ids: Sequence[Sequence[int]], value: float) -> None:
     if indices := _indices(work, rows, ids):
-        work[indices] = torch.full((), value, device=work.device)
+        work[indices] = torch.full((), value, dtype=work.dtype, device=work.device)
 
 
 def _exclude(work: torch.Tensor, allowed: Mapping[int, TokenMask]) -> None:
