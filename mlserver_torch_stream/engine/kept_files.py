@@ -6,6 +6,7 @@ this way, because the server executes the kernels and trusts the other files.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
-_ABANDONED = (".compiling-*", ".writing-*")  # the folders in which files are made
+_ABANDONED = (".compiling-*", ".writing-*", "*.partial-*")  # the folders in which files are made
 _ABANDONED_S = 24 * 3600.0
 
 
@@ -95,8 +96,16 @@ def foreign(path: Path) -> str | None:
         return f"the user {status.st_uid} owns it"
     if status.st_mode & _OTHERS:
         return "other users can write it"
+    return replaceable(path.parent)
+
+
+def replaceable(folder: Path) -> str | None:
+    """Returns which other users can replace a file in this folder of the cache folder; None if only trusted users can.
+
+    Raises OSError if one of the two folders cannot be examined.
+    """
     # Whoever can write to the cache folder can replace the folder in it.
-    return next(filter(None, (_replaceable(folder.stat()) for folder in (path.parent, path.parent.parent))), None)
+    return next(filter(None, (_replaceable(each.stat()) for each in (folder, folder.parent))), None)
 
 
 def _replaceable(folder: os.stat_result) -> str | None:
@@ -112,10 +121,27 @@ def _replaceable(folder: os.stat_result) -> str | None:
     return None
 
 
+@contextmanager
+def to_remove(path: Path) -> Iterator[None]:
+    """Locks a file while the block removes it. Raises OSError if a process holds it, or if it cannot be written.
+
+    A process holds a file by ``map_file`` with ``locks``. On a local disk a mapped file that is removed stays readable;
+    on a network file system the next read of it kills the process by SIGBUS.
+    """
+    with path.open("r+b") as file:  # over NFS, only a file that can be written can be locked alone
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
 def keep_newest(folder: Path, pattern: str, count: int) -> None:
-    """Removes all files of this pattern except the newest ``count``, and abandoned folders. Raises OSError."""
-    for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)[:-count]:
-        path.unlink(missing_ok=True)
+    """Removes abandoned folders, and all files of this pattern except the newest ``count`` and those that are held."""
+    ages = {}
+    for path in folder.glob(pattern):
+        with suppress(OSError):  # another process has just removed it
+            ages[path] = path.stat().st_mtime
+    for path in sorted(ages, key=ages.__getitem__)[:-count]:
+        with suppress(OSError), to_remove(path):
+            path.unlink()
     remove_abandoned(folder)
 
 

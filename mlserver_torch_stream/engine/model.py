@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from mlserver_torch_stream.engine.checks.record import (
     Anew,
     ProvedLoad,
     RecordKey,
+    RefusedKernels,
     check_files_hold,
     mapped_tensors,
     outline_of,
@@ -34,7 +36,7 @@ from mlserver_torch_stream.engine.checks.record import (
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
 from mlserver_torch_stream.engine.devices import check_devices, device_types, input_device
 from mlserver_torch_stream.engine.failures import Unsuitable, in_a_line
-from mlserver_torch_stream.engine.fingerprint import weights_folder
+from mlserver_torch_stream.engine.fingerprint import file_stamps, weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
 from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
@@ -105,6 +107,7 @@ class PreparedModel:
     ranks: LaunchedModel | None = None
     placement: tuple[DeviceShare, ...] = ()
     pipeline: Pipeline | None = None
+    files: ModelFiles | None = None  # held, because weights may be mapped from there
 
     @property
     def has_threads(self) -> bool:
@@ -125,18 +128,24 @@ class PreparedModel:
 
 def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """Loads, checks and prepares the weights in these files. Raises LoadFailed if any of this fails."""
-    resolved, settings = load.resolved, load.resolved.settings
-    if settings.tensor_parallel_size > 1:
-        return _prepare_ranks(files, load)
+    alone = load.resolved.settings.tensor_parallel_size == 1
+    return replace((_prepare_alone if alone else _prepare_ranks)(files, load), files=files)
+
+
+def _prepare_alone(files: ModelFiles, load: ModelLoad) -> PreparedModel:
+    resolved = load.resolved
     if launched(os.environ):
         waiting = f"the model is not split over the {os.environ['WORLD_SIZE']} ranks that were started"
         logger.warning("%s is not set for %s: %s", KEY, resolved.source.name, waiting)
     recording = _recording(files, load)
     with torch.inference_mode():
         prepared = _prepare_recorded(files, recording, load) if recording is not None else None
-        if prepared is None:
+        if not isinstance(prepared, PreparedModel):
             import_model_code()
-            prepared = (_prove_packed if files.packed else _prove)(files, load, recording)
+            if files.packed:
+                prepared = _prove_packed(files, load, recording)
+            else:
+                prepared = _prove(files, load, recording, prepared)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
     return prepared
@@ -144,11 +153,21 @@ def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The key under which a load is recorded, the ``files`` that contain the weights, and the file for their panels."""
+    """The key under which a load is recorded, the ``files`` that contain the weights, and the file for their panels.
+
+    ``stamps()`` returns the names, sizes and times of the model's files; ``first_stamps`` are older than the key.
+    """
 
     key: RecordKey
     files: Sequence[Path]
     panels: PanelsFile | None
+    stamps: Callable[[], Hashable]
+    first_stamps: Hashable
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the files have not changed since the key was made. If they have, the load may have read either."""
+        return self.stamps() == self.first_stamps
 
 
 def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
@@ -161,30 +180,57 @@ def _recording(files: ModelFiles, load: ModelLoad) -> _Recording | None:
         return None
     try:
         folder = weights_folder(load.resolved, files.location)
+        stamps = partial(_stamps, load.resolved, folder, files.packed)
+        first_stamps = stamps()
         weights = [folder / WEIGHTS, files.packed] if files.packed else weight_files(folder)
         if not weights:
             return None
         key = record_key(load.resolved, folder, weights, load.kernels)
         panels, content = load.resolved.cache_dir / "panels", folder.name.rpartition("-")[2]
-        return _Recording(key, weights, PanelsFile(panels, content, key.weights) if files.packed else None)
+        file = PanelsFile(panels, content, key.weights) if files.packed else None
+        return _Recording(key, weights, file, stamps, first_stamps)
     except (Unsuitable, OSError, LoadFailed) as error:  # the load itself reports the error
         logger.debug("The checks of %s are not recorded: %s", load.resolved.source.name, error)
         return None
 
 
-def _prepare_recorded(files: ModelFiles, recording: _Recording, load: ModelLoad) -> PreparedModel | None:
-    """Builds a forward from an earlier load's record, without transformers' model; None if there is no record."""
+def _stamps(resolved: ResolvedSettings, folder: Path, packed: Path | None) -> Hashable:
+    return file_stamps(resolved, folder), None if packed is None else file_stamps(resolved)
+
+
+def _record(recording: _Recording | None, result: ProvedLoad | RefusedKernels, load: ModelLoad) -> None:
+    """Records the result of a load's checks, if the load can be recorded and its files are still the same."""
+    if recording is None:
+        return
+    if recording.is_valid:
+        write_record(recording.key, result, load.resolved.cache_dir)
+    else:
+        logger.warning("The checks of %s are not recorded: its files have changed", load.resolved.source.name)
+
+
+def _prepare_recorded(
+    files: ModelFiles, recording: _Recording, load: ModelLoad
+) -> PreparedModel | RefusedKernels | None:
+    """Builds a forward from an earlier load's record, without transformers' model; None if there is no record.
+
+    Returns a record that says that our kernels cannot run the model.
+    """
     name = load.resolved.source.name
     try:
         proved = read_record(recording.key, load.resolved.cache_dir)
+        if isinstance(proved, RefusedKernels):
+            logger.info("%s was checked by an earlier start, which refused our kernels", name)
+            return proved
         if isinstance(proved, ProvedLoad):
             place, packed = Path(files.location), files.packed
             tensors = read_tensors(place, packed)[0] if packed else mapped_tensors(recording.files)
             decoder = recorded_decoder(proved, tensors)
             rounding = ROUNDED.get(load.resolved.settings.weights)
             forward = NativeForward(decoder, load.kernels, rounding, compares=False, file=recording.panels)
-            logger.info("%s was checked by an earlier start: its logits are not compared again", name)
-            return _on_kernels(forward, proved, load)
+            if recording.is_valid:
+                logger.info("%s was checked by an earlier start: its logits are not compared again", name)
+                return _on_kernels(forward, proved, load)
+            proved = Anew.WEIGHTS
         anew = proved
     except (Unsuitable, OSError, SafetensorError) as error:
         logger.warning("The record of %s is not used: %s", name, error)
@@ -202,14 +248,16 @@ def _on_kernels(forward: NativeForward, proved: ProvedLoad, load: ModelLoad) -> 
     )
 
 
-def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
+def _prove(
+    files: ModelFiles, load: ModelLoad, recording: _Recording | None, refused: RefusedKernels | None
+) -> PreparedModel:
     resolved, settings = load.resolved, load.resolved.settings
     weights = load_weights(files, resolved)
     placement = read_placement(weights.model)
     if moved_bytes(placement):
         slowness = describe_moves(placement, seconds_per_step(weights.model))
         logger.warning("%s: %s", resolved.source.name, slowness)
-    planned = None if recording is None else _planned(weights, placement, recording, resolved)
+    planned = None if recording is None or refused else _planned(weights, placement, recording, resolved)
     if recording is not None and planned is not None:
         if (prepared := _prove_dense(weights, planned, recording, load)) is not None:
             return prepared
@@ -223,7 +271,9 @@ def _prove(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> 
     if findings.problem is not None:
         check_generate(weights.model)
     else:
-        choice = choose_forward(expected, findings, settings, load.kernels)
+        choice = choose_forward(expected, findings, settings, load.kernels, None if refused is None else refused.reason)
+        if choice.judged and choice.no_kernels is not None:
+            _record(recording, RefusedKernels(choice.no_kernels), load)
         if settings.pipeline == "auto" and not choice.forward.has_threads:
             pipeline = take_pipeline(weights.model, load.threads, choice.forward)
     device = input_device(weights.model)
@@ -268,7 +318,7 @@ def _prove_dense(
         why = in_a_line(error)
         logger.warning("%s is loaded again and checked in all its layers: %s", resolved.source.name, why)
         return None
-    write_record(recording.key, proved, resolved.cache_dir)
+    _record(recording, proved, load)
     return _on_kernels(forward, proved, load)
 
 
@@ -280,8 +330,7 @@ def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | No
         forward, proved = check_packed(Path(files.location), files.packed, name, load.kernels, longest, file)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
-    if recording is not None:
-        write_record(recording.key, proved, load.resolved.cache_dir)
+    _record(recording, proved, load)
     return _on_kernels(forward, proved, load)
 
 

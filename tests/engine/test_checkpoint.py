@@ -171,6 +171,20 @@ def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(folder: Pat
         load(folder)
 
 
+def test_a_pickle_that_is_named_where_safetensors_belong_is_refused(folder: Path) -> None:
+    """transformers would read both, and a folder with any safetensors file is not one of pickles."""
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "adapter_model.bin")
+    weights.rename(folder / "unused.safetensors")
+    (folder / _INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "adapter_model.bin"}}))
+    says = "names 'adapter_model.bin', which is not a safetensors file"
+    with pytest.raises(LoadFailed, match=f"{_INDEX}: weight_map {says}"):
+        load(folder)
+    set_config(folder, transformers_weights="adapter_model.bin")
+    with pytest.raises(LoadFailed, match=rf"config\.json: transformers_weights {says}"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

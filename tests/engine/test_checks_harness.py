@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlserver_torch_stream.engine.checks.attention import SameAttention
-from mlserver_torch_stream.engine.checks.harness import Check, accepted
+from mlserver_torch_stream.engine.checks.harness import Check, Verdict, accepted
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.checks.overlap import Overlap
 from mlserver_torch_stream.engine.checks.selfcheck import BatchedLogits, SameLogits
@@ -37,7 +37,7 @@ def test_a_candidate_that_its_check_accepts_is_returned(caplog: pytest.LogCaptur
 
 def test_one_that_it_refuses_is_none_and_the_log_says_what_runs_instead(caplog: pytest.LogCaptureFixture) -> None:
     verdict = accepted("a number", lambda: 4, Small(4), "there is none")
-    assert (verdict.candidate, verdict.reason) == (None, "4 is not below 4")
+    assert (verdict.candidate, verdict.reason, verdict.judged) == (None, "4 is not below 4", True)
     assert caplog.messages == ["there is none: 4 is not below 4"]
 
 
@@ -49,7 +49,7 @@ def test_an_error_of_the_candidate_is_the_reason_in_one_line(error: Exception, r
     def make() -> int:
         raise error
 
-    assert accepted("a number", make, Small(4)).reason == reason
+    assert accepted("a number", make, Small(4)) == Verdict(None, reason, judged=False)
 
 
 def test_what_says_nothing_of_the_candidate_fails_the_load() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from mlserver_torch_stream.engine import model as model_module
-from mlserver_torch_stream.engine.checks import decoder_check
+from mlserver_torch_stream.engine.checks import decoder_check, forward_choice
+from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights
+from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.native_forward import NativeForward
 from mlserver_torch_stream.engine.native.weights import Packer
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.work_threads import WorkCancelled
 from tests.engine.page_book import prefilled
 from tests.engine.test_record import PROMPT, loaded, logits
 from tests.engine.tiny_models import tiny_model
@@ -170,17 +174,91 @@ def test_a_deep_layer_whose_results_are_not_finite_fails_the_load(deep: Callable
         loaded(place, cache)
 
 
+class Wrong(NativeForward):
+    """Has a rotary table that is off by one position."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._rotary.cos = self._rotary.cos.roll(1, 0)
+
+
 def test_kernels_that_the_first_layers_refuse_are_checked_in_all_layers_at_each_start(
     deep: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Wrong(NativeForward):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._rotary.cos = self._rotary.cos.roll(1, 0)
-
     monkeypatch.setattr(decoder_check, "NativeForward", Wrong)
     place, run = deep(), layers_run(monkeypatch)
     for _ in range(2):
         run.clear()
         prepared, counts = loaded(place, cache)
         assert prepared.has_threads and run == set(range(LAYERS)) and counts == {"new": 1}
+
+
+def replace_kernels(monkeypatch: pytest.MonkeyPatch, kernels: object) -> None:
+    for module in (decoder_check, forward_choice):
+        monkeypatch.setattr(module, "NativeForward", kernels)
+
+
+def test_kernels_that_all_layers_refuse_are_not_checked_again_until_something_changes(
+    deep: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace_kernels(monkeypatch, Wrong)
+    place, warnings = deep(), []
+    for kernels, reasons in ((Wrong, {"new": 1}), (None, {})):
+        replace_kernels(monkeypatch, kernels)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+            prepared, counts = loaded(place, cache)
+        assert counts == reasons and prepared.choice is not None and not prepared.has_threads
+        reason = prepared.choice.no_kernels
+        assert reason is not None and reason.startswith("its logits differ from the model's by")
+        warnings.append([line for line in caplog.messages if "our own kernels are not used" in line])
+        assert len(list((cache / "records").iterdir())) == 1
+    assert warnings[0] == warnings[1] == [f"transformers' forward runs, because our own kernels are not used: {reason}"]
+    assert "which refused our kernels" in caplog.text
+    assert "Checking the logits of our kernels" not in caplog.text and "loaded again" not in caplog.text
+    replace_kernels(monkeypatch, NativeForward)
+    os.utime(place / "model.safetensors", (1, 1))
+    prepared, counts = loaded(place, cache)
+    assert prepared.has_threads and counts == {"weights": 1}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory for the decoder"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        TimeoutError("the device does not answer"),
+        NoKernels("the compiler c++ took more than 600 s"),
+        UnsupportedLayout("the kernels read weights that differ from the packed ones"),
+    ],
+)
+def test_an_error_that_ends_the_check_is_not_recorded(
+    error: Exception, deep: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(NativeForward):
+        def __call__(self, *args: Any) -> Any:
+            raise error
+
+    replace_kernels(monkeypatch, Failing)
+    place = deep()
+    prepared, counts = loaded(place, cache)
+    assert not prepared.has_threads and counts == {"new": 1} and not (cache / "records").exists()
+    replace_kernels(monkeypatch, NativeForward)
+    prepared, counts = loaded(place, cache)
+    assert prepared.has_threads and counts == {"new": 1}
+
+
+def test_a_cancelled_check_is_not_recorded(
+    deep: Callable[..., Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cancelled(NativeForward):
+        def __call__(self, *args: Any) -> Any:
+            raise WorkCancelled
+
+    place = deep()
+    for module in (decoder_check, forward_choice):  # while the first layers are compared, and later all layers
+        monkeypatch.setattr(decoder_check, "NativeForward", Wrong)
+        monkeypatch.setattr(module, "NativeForward", Cancelled)
+        with pytest.raises(WorkCancelled):
+            loaded(place, cache)
+        assert not (cache / "records").exists()

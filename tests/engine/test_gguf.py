@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import shutil
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -23,6 +20,8 @@ from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokeni
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.full_disk import max_file_bytes
+from tests.engine.test_record import loaded
 from tests.engine.tiny import load_model
 from tests.engine.tiny_gguf import CONTEXT, write_tiny_gguf
 
@@ -81,29 +80,6 @@ def test_other_users_can_read_a_conversion(gguf_file: Path, tmp_path: Path) -> N
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o644}
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Makes writes fail beyond this size of a file, as they do on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize("size", [1_000, 50_000])
-def test_where_the_conversion_has_no_room_the_file_is_converted_in_memory(
-    gguf_file: Path, tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The smaller size does not hold the tokenizer, the larger one not the weights: two libraries write them."""
-    with largest_file(size):
-        loaded = load(gguf_file, tmp_path)
-    assert "(File too large): converting in memory" in caplog.text
-    assert loaded.eos_token_ids == (1,)
-    assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()]
-
-
 def test_two_that_convert_the_same_file_do_it_once(
     gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +114,37 @@ def test_conversions_that_nobody_uses_do_not_stay_for_ever(gguf_file: Path, tmp_
     assert used.is_dir() and foreign.is_dir() and not old.exists()
 
 
+def test_a_conversion_that_a_server_holds_stays_until_the_server_has_unloaded_the_model(
+    gguf_file: Path, tmp_path: Path, folder: Path
+) -> None:
+    """A later start in another process of another user may find it old: only its owner can set its time."""
+    (tmp_path / "kernels").symlink_to(folder / "kernels")
+    prepared, _ = loaded(gguf_file, tmp_path, fast_path="off")
+    (kept,) = (path for path in tmp_path.iterdir() if path.name.startswith("tiny-") and path.is_dir())
+    for dtype in ("float32", "float16"):
+        os.utime(kept, (0, 0))
+        converted_folder(gguf_file, tmp_path, dtype)
+        assert kept.is_dir() == (dtype == "float32")
+        prepared = None  # type: ignore[assignment]
+    assert prepared is None and not list(tmp_path.glob("*.partial-*"))
+
+
+@pytest.mark.parametrize("full", ["model.safetensors", "tokenizer.json"])
+def test_a_full_disk_costs_only_the_converted_folder(
+    full: str, gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = load(gguf_file, tmp_path)
+    kept = converted_folder(gguf_file, tmp_path)
+    assert kept is not None
+    limit = (kept / full).stat().st_size - 1
+    with max_file_bytes(limit):
+        in_memory = load(gguf_file, tmp_path / "full")
+    assert "converting in memory" in caplog.text
+    assert not [path for path in (tmp_path / "full").iterdir() if path.is_dir()]
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(in_memory.model(ids).logits, expected.model(ids).logits)
+
+
 def test_a_broken_file_fails_in_one_line_and_leaves_nothing(gguf_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(gguf_file.read_bytes()[:4000])
@@ -147,7 +154,7 @@ def test_a_broken_file_fails_in_one_line_and_leaves_nothing(gguf_file: Path, tmp
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros at the end", "no tokenizer", "no seal"])
+@pytest.mark.parametrize("damage", ["cut", "zeros at the end", "no tokenizer", "no seal", "another seal"])
 def test_a_damaged_conversion_is_made_anew(
     gguf_file: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,6 +167,8 @@ def test_a_damaged_conversion_is_made_anew(
     elif damage == "zeros at the end":  # what a power cut leaves of a file whose size was written first
         os.truncate(weights, size // 2)
         os.truncate(weights, size)
+    elif damage == "another seal":
+        (folder / "checksums.json").write_text("[1]")
     else:
         (folder / {"no tokenizer": "tokenizer.json", "no seal": "checksums.json"}[damage]).unlink()
     after = load(gguf_file, tmp_path)

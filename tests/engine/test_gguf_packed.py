@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.checks import decoder_check
 from mlserver_torch_stream.engine.checks.decoder_check import check_packed, verify_kernels
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
-from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
+from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, read_tensors, write_packed
 from mlserver_torch_stream.engine.loading.locate import locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.model import ModelLoad, prepare
@@ -153,6 +155,14 @@ def test_kernels_that_compute_something_else_fail_the_load(
     kernel_cache = shutil.copytree(kernel_cache, tmp_path / "cache", ignore=shutil.ignore_patterns("records"))
     with pytest.raises(LoadFailed, match=r"extra\.weights: packed .*its logits differ"):
         summary(tiny_file, kernel_cache)
+
+
+def test_a_file_that_was_cut_off_after_its_conversion_is_named(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", kinds=("Q4_0",), hidden=256)
+    write_packed(file, tmp_path)
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(NotPacked, match=r"tiny\.gguf has been cut off"):
+        read_tensors(tmp_path, file)
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,24 @@ def test_old_libraries_and_the_folders_of_killed_processes_are_removed(
     compiled_library(tmp_path, lambda path: path)
     left = {path.name for path in kept(tmp_path)}
     assert {".compiling-1", "decoder-1-0-0.so", "decoder-2-0-0.so"} < left and len(left) == 4
+
+
+def test_a_library_that_is_open_is_neither_removed_nor_replaced(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MAX_LIBRARIES", 1)
+    compiled_library(tmp_path, lambda path: path)
+    (library,) = kept(tmp_path)
+    os.utime(library, (1, 1))
+    for target in (("-march=x86-64-v3",), ("-march=x86-64-v2",)):
+        compiled_library(tmp_path, lambda path: path, target)
+    assert library in kept(tmp_path) and len(kept(tmp_path)) == 3, "this process has opened all of them"
+    place = tmp_path / "elsewhere" / library.name
+    place.parent.mkdir()
+    library.rename(place)
+    made_by_another = f'cp {place} {library}; for last; do :; done; cp {place} "$last"'
+    compiler_that(made_by_another, tmp_path, monkeypatch)
+    assert compiled_library(tmp_path, lambda path: path) == library
 
 
 @pytest.mark.long
@@ -252,6 +271,24 @@ def test_a_cache_folder_that_cannot_be_written_costs_a_warning(
     blocked.write_text("")
     assert compiled_library(blocked, open_library).native_step
     assert "for this start only" in caplog.text and "cannot be written" in caplog.text
+
+
+def test_kernels_are_not_compiled_where_others_could_replace_them_or_the_disk_is_full(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (others := tmp_path / "others").mkdir()
+    others.chmod(0o777)
+    full = tmp_path / "full"
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0) if full in path.parents else free)
+    for cache, why in ((others, "every user can replace it"), (full, "No space left on device")):
+        caplog.clear()
+        library = compiled_library(cache, lambda path: path)
+        assert tmp_path not in library.parents and not kept(cache) and why in caplog.text
+        caplog.clear()
+        again = compiled_library(cache, lambda path: path)
+        assert tmp_path not in again.parents and not caplog.records, "it is compiled once"
 
 
 def test_other_flags_sources_or_cpus_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:

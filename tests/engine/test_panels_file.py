@@ -13,6 +13,7 @@ import torch
 
 from mlserver_torch_stream.engine.native import panels_file
 from mlserver_torch_stream.engine.native.weights import Packer
+from tests.engine.full_disk import max_file_bytes
 from tests.engine.test_native_compile import needs_permissions
 from tests.engine.test_record import become_a_link, change_a_byte, cut, empty, loaded, logits, reasons, start
 from tests.engine.tiny_gguf import write_tiny_gguf
@@ -157,6 +158,16 @@ def test_panels_are_not_written_where_no_later_start_would_use_them(
     (cache / "panels").chmod(0o755)
     assert torch.equal(logits(loaded(model, cache, weights="packed")[0]), logits(open_to_all))
     assert len(panels(cache)) == 1
+
+
+def test_a_full_disk_costs_only_the_panels(model: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = logits(loaded(model, cache, weights="packed")[0])
+    (file,) = panels(cache)
+    size = file.stat().st_size
+    file.unlink()
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"), max_file_bytes(size - 1):
+        assert torch.equal(logits(loaded(model, cache, weights="packed")[0]), expected)
+    assert not panels(cache) and "panels cannot be written: File too large" in caplog.text
 
 
 def test_a_file_that_was_moved_is_not_converted_or_packed_into_a_second_folder(

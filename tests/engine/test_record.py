@@ -9,18 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.checks import record
+from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.full_disk import max_file_bytes
 from tests.engine.page_book import prefilled
-from tests.engine.test_gguf import largest_file
 from tests.engine.test_native_compile import bound, needs_permissions
 from tests.engine.tiny import tiny_model as make_tiny_model
 
@@ -229,11 +232,68 @@ def test_the_number_of_records_is_bounded_and_the_oldest_goes(
     assert len(records(cache)) == 2 and first not in records(cache)
 
 
-def test_a_load_whose_record_has_no_room_goes_on(model: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with largest_file(1_500), caplog.at_level(logging.INFO, "mlserver_torch_stream"):
-        prepared, _ = loaded(model, cache)
-    assert "The checks of this load are not recorded" in caplog.text and "File too large" in caplog.text
-    assert not records(cache) and logits(prepared).isfinite().all()
+def other_model(model: Path) -> None:
+    """Replaces the model by another of the same shapes, whose files have other times."""
+    make_tiny_model("llama", seed=2, rms_norm_eps=0.1).to(torch.bfloat16).save_pretrained(model)
+
+
+def test_a_model_that_is_replaced_while_it_is_checked_is_not_recorded(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_weights = model_module.load_weights
+
+    def replaced_before(*args: Any) -> LoadedWeights:
+        other_model(model)
+        return load_weights(*args)
+
+    monkeypatch.setattr(model_module, "load_weights", replaced_before)
+    loaded(model, cache)
+    assert not (cache / "records").exists() and "not recorded: its files have changed" in caplog.text
+
+
+def test_a_model_that_is_replaced_while_its_record_is_read_is_checked(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(model, cache)
+
+    def replaced_after(*args: Any) -> object:
+        result = record.read_record(*args)
+        other_model(model)
+        return result
+
+    monkeypatch.setattr(model_module, "read_record", replaced_after)
+    mixed, counts = loaded(model, cache)
+    assert counts == {"weights": 1}
+    monkeypatch.undo()
+    assert torch.equal(logits(mixed), logits(loaded(model, cache)[0]))
+
+
+def test_a_generation_config_that_json_cannot_store_is_not_recorded(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model / "generation_config.json").write_text('{"watermarking_config": {"bias": 2.5}}')
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"):
+        assert [loaded(model, cache)[1] for _ in range(2)] == [{"new": 1}] * 2
+    assert "not recorded: its generation config cannot be written as JSON" in caplog.text
+
+
+def test_a_full_disk_costs_only_the_record(model: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = logits(loaded(model, cache)[0])
+    (kept,) = records(cache)
+    size = kept.stat().st_size
+    kept.unlink()
+    with caplog.at_level(logging.INFO, "mlserver_torch_stream"), max_file_bytes(size - 1):
+        assert torch.equal(logits(loaded(model, cache)[0]), expected)
+    assert not records(cache) and "records cannot be written: File too large" in caplog.text
+
+
+def test_a_record_that_nobody_would_trust_is_not_written(
+    model: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache / "records").mkdir()
+    (cache / "records").chmod(0o777)
+    loaded(model, cache)
+    assert not records(cache) and "not recorded in" in caplog.text and "every user can replace it" in caplog.text
 
 
 def start(model: Path, cache: Path, **extra: object) -> subprocess.Popen[str]:

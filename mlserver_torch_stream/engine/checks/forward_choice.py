@@ -32,24 +32,35 @@ from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 
+logger = logging.getLogger(__name__)
+
+_NOT_OURS = "transformers' forward runs, because our own kernels are not used"
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
     """The forward of a loaded model. ``no_kernels`` says why the forward is not our faster decoder.
 
-    ``packed`` is the number of linear layers by whose packed weights our kernels multiply.
+    ``packed`` is the number of linear layers by whose packed weights our kernels multiply. ``judged`` says whether
+    ``no_kernels`` is the finding of a comparison, as in ``Verdict``.
     """
 
     forward: LoadedForward
     no_kernels: str | None = None
     packed: int = 0
+    judged: bool = False
 
 
 def choose_forward(
-    expected: ExpectedLogits, findings: SelfCheckResult, settings: EngineSettings, kernels: KernelOptions
+    expected: ExpectedLogits,
+    findings: SelfCheckResult,
+    settings: EngineSettings,
+    kernels: KernelOptions,
+    refused: str | None = None,
 ) -> ForwardChoice:
     """Chooses the forward of a model for which ``findings`` say that it can be batched.
 
+    ``refused`` says why an earlier load of the model refused our decoder; None means that the decoder is checked now.
     Raises LoadFailed if the settings ask for rounded weights and the model cannot have them.
     """
     model, quantised = expected.model, is_quantised(expected.model)
@@ -61,14 +72,16 @@ def choose_forward(
         return ForwardChoice(take_rounded(expected, findings, kernels, settings.weights))
     if settings.fast_path != "auto":
         return ForwardChoice(ModelForward(model, findings.way))
-    no_kernels = None
-    if not quantised:
+    no_kernels, judged = refused, False
+    if refused is not None:
+        logger.warning("%s: %s", _NOT_OURS, refused)
+    elif not quantised:
         native = take_kernels(expected, findings, kernels)
         if native.candidate is not None:
             return ForwardChoice(native.candidate)
-        no_kernels = native.reason
+        no_kernels, judged = native.reason, native.judged
     forward = with_attention(expected, findings, kernels.cache_dir)
-    return ForwardChoice(forward, no_kernels, pack_linears(model, kernels))
+    return ForwardChoice(forward, no_kernels, pack_linears(model, kernels), judged)
 
 
 def with_attention(
@@ -111,7 +124,7 @@ def take_kernels(
     Raises LoadFailed if the environment names kernels that this CPU does not run.
     """
     model, rounding = expected.model, None
-    otherwise = "transformers' forward runs, because our own kernels are not used"
+    otherwise = _NOT_OURS
     if weights is not None:
         rounding, otherwise = ROUNDED[weights], ""
 

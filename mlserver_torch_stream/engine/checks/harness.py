@@ -46,10 +46,15 @@ class Check(ABC, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Generic[T]):
-    """The outcome of a check: the ``candidate`` if it was accepted; otherwise None, and ``reason`` says why."""
+    """The outcome of a check: the ``candidate`` if it was accepted; otherwise None, and ``reason`` says why.
+
+    ``judged`` says whether the check itself refused the candidate. If an error ended the check, such as a lack of
+    memory or of a compiler, the same check may accept the same candidate at another time.
+    """
 
     candidate: T | None
     reason: str = ""
+    judged: bool = False
 
 
 def accepted(
@@ -64,10 +69,12 @@ def accepted(
     If the candidate is refused, the text ``otherwise`` is logged at this level, unless it is empty; it says what runs
     instead. An error that the candidate raises becomes the reason, except LoadFailed, which is raised again.
     """
+    judged = False
     try:
         with stage(logger, f"Checking {name}"):
             made = candidate()
             reason = check.problem(made)
+        judged = True
     except LoadFailed:
         raise
     except Exception as error:  # a model's code, a kernel or a compiler can raise any error
@@ -77,4 +84,4 @@ def accepted(
         return Verdict(made)
     if otherwise:
         logger.log(level, "%s: %s", otherwise, reason)
-    return Verdict(None, reason)
+    return Verdict(None, reason, judged)

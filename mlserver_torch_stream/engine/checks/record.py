@@ -1,7 +1,8 @@
 """Records the results of the checks at load in the cache folder, so that a later start need not repeat the checks.
 
-A record has the decoder's plan, the model's config as plain values, and the findings of the checks. A record is valid
-only for the same files, settings, code and chip. Records are stored like compiled kernels.
+A record has the decoder's plan, the model's config as plain values, and the findings of the checks; or, if our kernels
+do not reproduce the model's logits, the sentence that says so. A record is valid only for the same files, settings,
+code and chip. Records are stored like compiled kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -36,7 +37,7 @@ from mlserver_torch_stream.engine.config_fields import comparable_context, plain
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.fingerprint import checksum, file_stamps, length_setting, shaping_settings
 from mlserver_torch_stream.engine.forward.model_step import Way
-from mlserver_torch_stream.engine.kept_files import foreign, keep, keep_newest, kept_files, os_errors
+from mlserver_torch_stream.engine.kept_files import foreign, keep, keep_newest, kept_files, replaceable
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.placement import DeviceShare
 from mlserver_torch_stream.engine.native.compile_kernels import cpu_properties
@@ -107,6 +108,13 @@ class ProvedLoad:
     dtype: torch.dtype | None
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedKernels:
+    """The result of a load whose model our kernels cannot run: ``reason`` says in one line how the logits differ."""
+
+    reason: str
+
+
 def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], kernels: KernelOptions) -> RecordKey:
     """Returns the key of a load of ``folder`` with the weight files ``files``.
 
@@ -124,7 +132,7 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
     )
 
 
-def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
+def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | RefusedKernels | Anew:
     """Returns the results of an earlier load's checks, or the reason why this load has to be checked."""
     folder = cache_dir / _FOLDER
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
@@ -140,17 +148,23 @@ def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | Anew:
     return _reason(key, folder, found)
 
 
-def write_record(key: RecordKey, proved: ProvedLoad, cache_dir: Path) -> None:
-    """Stores the results of a load's checks. If the cache folder cannot be written, the log gets one line."""
+def write_record(key: RecordKey, result: ProvedLoad | RefusedKernels, cache_dir: Path) -> None:
+    """Stores the results of a load's checks. If they cannot be stored, the log gets one line."""
     folder = cache_dir / _FOLDER
     try:
+        own = result.plan.own if isinstance(result, ProvedLoad) else {}
+        content = save(own, {"record": json.dumps({"key": key.stem, **_plain_result(result)})})
         folder.mkdir(parents=True, exist_ok=True)
+        if (why := replaceable(folder)) is not None:  # no load would use the record
+            logger.warning("The checks of this load are not recorded in %s: %s", folder, why)
+            return
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as place:
             made = Path(place, f"record{_SUFFIX}")
-            with os_errors():
-                save_file(proved.plan.own, made, metadata={"proved": _encode(key, proved)})
+            made.write_bytes(content)
             keep(made, folder, key.stem)
         keep_newest(folder, f"*{_SUFFIX}", MAX_RECORDS)
+    except NotRecordable as error:
+        logger.info("The checks of this load are not recorded: %s", error)
     except OSError as error:
         logger.info("The checks of this load are not recorded: %s cannot be written: %s", folder, error.strerror)
 
@@ -242,36 +256,42 @@ def _cache_groups(model: Any) -> object:
     return layout.spec(1), layout.has_states
 
 
-def _encode(key: RecordKey, proved: ProvedLoad) -> str:
-    findings, weights = proved.findings, proved.weights
+def _plain_result(result: ProvedLoad | RefusedKernels) -> dict[str, Any]:
+    """Returns the result as values that JSON can store. Raises NotRecordable if that would change them."""
+    if isinstance(result, RefusedKernels):
+        return {"refused": result.reason}
+    findings, weights = result.findings, result.weights
     generation = weights.generation_config.to_dict()
-    if GenerationConfig.from_dict(json.loads(json.dumps(generation))).to_dict() != generation:
+    try:
+        copied = GenerationConfig.from_dict(json.loads(json.dumps(generation))).to_dict()
+    except (TypeError, ValueError):
+        copied = None
+    if copied != generation:
         raise NotRecordable("its generation config cannot be written as JSON")
-    return json.dumps(
-        {
-            "key": key.stem,
-            "structure": proved.plan.structure,
-            "config": _plain(vars(weights.model.config)),
-            "generation": generation,
-            "vocab_size": weights.vocab_size,
-            "description": weights.description,
-            "chunked": findings.chunked,
-            "way": findings.way.value,
-            "page_size": findings.page_size,
-            "specs": {str(device): asdict(spec) for device, spec in findings.specs.items()},
-            "placement": [asdict(share) for share in proved.placement],
-            "dtype": None if proved.dtype is None else str(proved.dtype).removeprefix("torch."),
-        }
-    )
+    return {
+        "structure": result.plan.structure,
+        "config": _plain(vars(weights.model.config)),
+        "generation": generation,
+        "vocab_size": weights.vocab_size,
+        "description": weights.description,
+        "chunked": findings.chunked,
+        "way": findings.way.value,
+        "page_size": findings.page_size,
+        "specs": {str(device): asdict(spec) for device, spec in findings.specs.items()},
+        "placement": [asdict(share) for share in result.placement],
+        "dtype": None if result.dtype is None else str(result.dtype).removeprefix("torch."),
+    }
 
 
-def _decode(key: RecordKey, path: Path) -> ProvedLoad:
+def _decode(key: RecordKey, path: Path) -> ProvedLoad | RefusedKernels:
     """Reads a record. Raises ValueError if the record has been renamed, that is, if it belongs to another load."""
     with safe_open(path, "pt") as file:
-        values = json.loads(file.metadata()["proved"])
+        values = json.loads(file.metadata()["record"])
         own = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     if values["key"] != key.stem:
         raise ValueError("it is the record of another load")
+    if "refused" in values:
+        return RefusedKernels(values["refused"])
     specs = {torch.device(device): _spec(spec) for device, spec in values["specs"].items()}
     return ProvedLoad(
         DecoderPlan(values["structure"], own),

@@ -214,7 +214,12 @@ def _named_files(folder: Path, config: Mapping[str, Any]) -> Sequence[Path]:
         raise LoadFailed(f"config.json: transformers_weights must name a file of the folder, not {str(named)[:200]!r}")
     for name in (named,) if named else (_WEIGHTS, _INDEX):
         if (folder / name).is_file():
-            return _shards(folder / name) if name.endswith(".json") else [folder / name]
+            files = _shards(folder / name) if name.endswith(".json") else [folder / name]
+            # transformers would read such a file as a pickle, whatever ``use_safetensors`` says.
+            if (other := next((file for file in files if file.suffix != ".safetensors"), None)) is not None:
+                by = "config.json: transformers_weights" if other.name == named else f"{folder / name}: weight_map"
+                raise LoadFailed(f"{by} names {other.name[:200]!r}, which is not a safetensors file")
+            return files
     for index in sorted(folder.glob("*.index.json")):  # indexes of pickles
         _shards(index)
     return []

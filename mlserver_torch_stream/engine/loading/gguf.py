@@ -7,6 +7,7 @@ processes convert the same file, one waits for the other.
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import json
 import logging
@@ -23,13 +24,15 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock, Timeout
+from torch import Tensor
 from transformers import GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
-from mlserver_torch_stream.engine.kept_files import os_errors
+from mlserver_torch_stream.engine.kept_files import os_errors, remove_abandoned, to_remove
 from mlserver_torch_stream.engine.loading.gguf_packed import write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
+from mlserver_torch_stream.engine.mapped_file import map_file
 from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -52,6 +55,14 @@ def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: b
     with suppress(OSError):  # a read-only image
         os.utime(target)
     return target
+
+
+def hold_folder(folder: Path) -> Tensor:
+    """Holds a conversion for as long as the result lives, so that no other server removes the folder as unused.
+
+    Raises OSError if the folder is gone.
+    """
+    return map_file(folder / _SEAL, locks=True)
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
@@ -200,7 +211,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         sums = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
         return bool(sums) and all(checksum(folder / name) == known for name, known in sums.items())
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # the last if the seal is no object
         return False
 
 
@@ -220,15 +231,18 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that no load has used for a long time.
+    """Removes conversions that no load has used for a long time, except those that a server holds.
 
-    A conversion is a folder with a lock file beside it.
+    A conversion is a folder with a lock file beside it and a seal inside.
     """
     for lock in cache_dir.glob("*.lock"):
         folder = lock.with_suffix("")
-        if folder.is_dir() and folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
-            logger.info("Removing %s: not used for 30 days", folder)
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # it is no conversion, a server holds it, or another process has just removed it
+            if folder.stat().st_mtime < time.time() - UNUSED_SECONDS:
+                with to_remove(folder / _SEAL):
+                    logger.info("Removing %s: not used for 30 days", folder)
+                    folder.rename(f"{folder}.partial-unused")
+    remove_abandoned(cache_dir)
 
 
 def _forget_quantization(model: Any) -> None:
@@ -244,7 +258,7 @@ def _scratch_folder(target: Path) -> Iterator[str]:
 
     First removes the folders that killed processes have left.
     """
-    for orphan in target.parent.glob(f"{target.name}.partial-*"):
+    for orphan in target.parent.glob(f"{glob.escape(target.name)}.partial-*"):
         shutil.rmtree(orphan, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)
     try:

@@ -82,11 +82,16 @@ def load_packed(folder: Path, gguf_file: Path, config: Any = None) -> PackedMode
 
 
 def read_tensors(folder: Path, gguf_file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """Returns the tensors by name, with blocks as bytes of the mapped GGUF file, and the metadata of their places."""
+    """Returns the tensors by name, with blocks as bytes of the mapped GGUF file, and the metadata of their places.
+
+    Raises NotPacked if the GGUF file is shorter than when the folder was written.
+    """
     with safe_open(folder / WEIGHTS, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     mapped = map_file(gguf_file)
     for name, (_, first, rows, size, _) in json.loads(metadata["blocks"]).items():
+        if first + rows * size > len(mapped):
+            raise NotPacked(f"{gguf_file} has been cut off: it has {len(mapped):,} bytes, and {name} ends after them")
         tensors[name] = mapped[first : first + rows * size].view(rows, size)
     return tensors, metadata
 

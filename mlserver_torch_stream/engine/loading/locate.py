@@ -16,7 +16,7 @@ from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.loading.checkpoint import check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
-from mlserver_torch_stream.engine.loading.gguf import converted_folder, kept_folder
+from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder, kept_folder
 from mlserver_torch_stream.engine.loading.model_files import SERVED, ModelFiles, attempt
 from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
 from mlserver_torch_stream.engine_settings import EngineSettings
@@ -38,8 +38,10 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
         return ModelFiles("", file)
-    converted = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
-    return ModelFiles("", file) if converted is None else ModelFiles(str(converted), None)
+    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
+    if folder is None:
+        return ModelFiles("", file)
+    return ModelFiles(str(folder), None, held=attempt(str(file), lambda: hold_folder(folder)))
 
 
 def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
@@ -65,7 +67,7 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
         raise no_packed_weights(str(error)) from error
     if folder is None:
         raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
-    return ModelFiles(str(folder), None, packed=file)
+    return ModelFiles(str(folder), None, packed=file, held=attempt(str(file), lambda: hold_folder(folder)))
 
 
 def no_packed_weights(why: str) -> LoadFailed:

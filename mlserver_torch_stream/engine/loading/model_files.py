@@ -24,13 +24,15 @@ class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
     ``packed`` is a GGUF file whose blocks stay quantised; then the folder has everything but the blocks. ``tensors``
-    are the tensors of a folder's safetensors files.
+    are the tensors of a folder's safetensors files. ``held`` is the ``hold_folder`` of a conversion: transformers maps
+    the weights there for as long as they are in use.
     """
 
     location: str
     gguf_file: Path | None
     packed: Path | None = None
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    held: object = field(default=None, compare=False)
 
     @property
     def place(self) -> Path:

@@ -6,6 +6,8 @@ opened. So a library with a wrong checksum is removed and never opened.
 
 from __future__ import annotations
 
+import atexit
+import errno
 import hashlib
 import logging
 import os
@@ -20,8 +22,11 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from mlserver_torch_stream.engine.failures import Unsuitable
-from mlserver_torch_stream.engine.kept_files import keep, keep_newest, kept_files
+from mlserver_torch_stream.engine.kept_files import keep, keep_newest, kept_files, replaceable
+from mlserver_torch_stream.engine.mapped_file import map_file
 from mlserver_torch_stream.engine.stage_log import stage
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,7 @@ MAX_LIBRARIES = 8  # in one cache folder: of a few versions of this package and 
 SOURCES = Path(__file__).parent / "kernels"
 THIS_CPU = ("-march=native",)
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+_MIN_FREE_BYTES = 2**24  # a library has half a MiB
 _SECONDS = 600.0  # a compilation takes about 10 s on a quiet core
 
 T = TypeVar("T")
@@ -56,8 +62,11 @@ def compiled_library(
     try:
         compiler = _compiler()
         own = f"{stem}-{_version(compiler)}"
-        opened = _open_kept(folder, own, open_library)
-        return _compile(compiler, target, folder, own, open_library, seconds) if opened is None else opened
+        opened, place = _open_kept(folder, own, open_library), folder
+        if opened is None and (why := _unusable(folder)) is not None:
+            place = _temporary(folder, why)
+            opened = _open_kept(place, own, open_library)
+        return _compile(compiler, target, place, own, open_library, seconds) if opened is None else opened
     except NoKernels as error:
         opened = _open_kept(folder, stem, open_library)
         if opened is None:
@@ -69,8 +78,9 @@ def compiled_library(
 def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T | None:
     for path in kept_files(folder, f"{stem}-*.so"):
         try:
+            _hold(path, path.stat().st_ino)
             return open_library(path)
-        except NoKernels as error:  # built for another C++ library, or removed just now
+        except (NoKernels, OSError) as error:  # built for another C++ library, or removed just now
             logger.warning("%s cannot be used here: %s", path, error)
     return None
 
@@ -110,29 +120,51 @@ def cpu_properties() -> str:
 def _compile(
     compiler: str, target: Sequence[str], folder: Path, stem: str, open_library: Callable[[Path], T], seconds: float
 ) -> T:
-    """Compiles a library, opens it, and then moves it to the cache, where others could replace or remove it."""
-    with _workplace(folder) as place:
+    """Compiles a library, opens it, and then moves it to ``folder``, where others could replace or remove it."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-") as place:
         made = Path(place, "decoder.so")
         with stage(logger, f"Compiling the kernels for this CPU with {compiler}"):
             _run([compiler, *_FLAGS, *target, str(SOURCES / "library.cpp"), "-o", str(made)], seconds)
+        # A library that another process has made meanwhile must not be replaced: that process has it open.
+        if (other := _open_kept(folder, stem, open_library)) is not None:
+            return other
         opened = open_library(made)
-        if made.parent.parent == folder and keep(made, folder, stem) is not None:
-            with suppress(OSError):  # another process removes a file at this moment
-                keep_newest(folder, "*.so", MAX_LIBRARIES)
+        if (kept := keep(made, folder, stem)) is not None:
+            with suppress(OSError):  # another process has just removed it
+                _hold(kept, kept.stat().st_ino)
+            keep_newest(folder, "*.so", MAX_LIBRARIES)
     return opened
 
 
-def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder beside the kept libraries (a rename can move a library there), or else a temporary folder."""
+@cache
+def _hold(library: Path, inode: int) -> Tensor:
+    """Holds a library until this process ends: an opened library stays mapped, and later loads open the file again.
+
+    Without the file they would need a compiler. ``inode`` distinguishes a library from an older one of that name.
+    """
+    return map_file(library, locks=True)
+
+
+def _unusable(folder: Path) -> str | None:
+    """Returns why no library can be compiled in this folder, or could be replaced there before it is opened."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
+        if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-").cleanup()
+        return None if (who := replaceable(folder)) is None else f"a library in {folder} would not be used: {who}"
     except OSError as error:
-        why = f"the cache folder {folder} cannot be written: {error.strerror}"
+        return f"the cache folder {folder} cannot be written: {error.strerror}"
+
+
+@cache
+def _temporary(folder: Path, why: str) -> Path:
+    """Makes a folder that replaces the unusable ``folder`` until this process ends. Raises NoKernels."""
     try:
-        place = tempfile.TemporaryDirectory(prefix="mlserver-torch-stream-")
+        place = Path(tempfile.mkdtemp(prefix="mlserver-torch-stream-"))
     except OSError:
         raise NoKernels(why) from None
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
     logger.warning("The kernels are compiled for this start only: %s", why)
     return place
 

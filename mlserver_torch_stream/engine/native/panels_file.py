@@ -7,7 +7,6 @@ file, so a damaged file is found.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files, remove_abandoned
+from mlserver_torch_stream.engine.kept_files import foreign, keep, kept_files, remove_abandoned, replaceable, to_remove
 from mlserver_torch_stream.engine.machine import PANELS_SUFFIX
 from mlserver_torch_stream.engine.mapped_file import map_file
 
@@ -69,7 +68,7 @@ class PanelsFile:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix=".writing-") as place:
                 made = Path(place, f"made{PANELS_SUFFIX}")
                 made.touch(0o600)
-                if (why := foreign(made)) is not None:  # no load would map it
+                if (why := foreign(made) or replaceable(self.folder)) is not None:  # no load would map it
                     logger.info("The packed weights are not kept in %s: %s", self.folder, why)
                     return None
                 with made.open("wb") as file:
@@ -102,8 +101,7 @@ class PanelsFile:
                 status = path.stat()
                 # No load writes a time of use: in an image's layer that would copy the whole file.
                 if same_model or max(status.st_atime, status.st_mtime) < time.time() - _UNUSED_S:
-                    with path.open("r+b") as file:  # over NFS, only a file that can be written can be locked alone
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    with to_remove(path):
                         path.unlink()
 
 
