@@ -166,7 +166,7 @@ class _Recording:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the files have not changed since the key was made. If they have, the load may have read either."""
+        """Whether the files are those of the key. If they have changed, the load may have read old and new ones."""
         return self.stamps() == self.first_stamps
 
 
