@@ -38,6 +38,19 @@ def chunked(parts: Iterable[bytes]) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 
 
+def read_late(server: Server, path: str, body: Mapping[str, Any], tokens: int) -> list[str]:
+    """Returns the events of a stream whose reader reads nothing before ``tiny`` has generated ``tokens`` tokens."""
+    before = server.counters("tiny")["generation_tokens"]
+    with connected(server, receive_buffer=4096) as connection:
+        connection.sendall(post(path, body, "Connection: close"))
+        server.wait_for("tiny", lambda now: now["generation_tokens"] - before >= tokens)
+        # All events wait by now; in windows of 4 KiB their bytes would come for 10 s.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, 1 << 20)
+        lines = read_all(connection).decode().splitlines()
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
 def read_all(connection: socket.socket) -> bytes:
     """Returns all bytes that arrive until the server ends the connection, in whatever way."""
     received = b""

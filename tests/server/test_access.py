@@ -353,10 +353,10 @@ def test_a_stream_takes_no_request_once_its_key_is_removed(guarded: Guarded, por
 
 def test_neither_keys_nor_wrong_keys_are_in_the_log(guarded: Guarded) -> None:
     with guarded.http() as asking, guarded.http("a-secret-typing-error") as wrong:
-        body = {"text_input": "Hello", "max_tokens": 2}
-        assert asking.post("/v2/models/tiny/generate", json=body).is_success
+        body = {"id": "keys-last", "text_input": "Hello", "max_tokens": 2}
         assert wrong.post("/v2/models/tiny/generate", json=body).status_code == 401
-    _wait(lambda: "request_id=" in guarded.server.log, guarded.server)
+        assert asking.post("/v2/models/tiny/generate", json=body).is_success
+    _wait(lambda: "request_id=keys-last " in guarded.server.log, guarded.server)
     assert not any(secret in guarded.server.log for secret in (KEY, OTHER_KEY, "a-secret-typing-error"))
 
 

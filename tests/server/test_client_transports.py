@@ -9,6 +9,7 @@ from contextlib import aclosing, closing
 from itertools import islice
 from typing import Any
 
+import psutil
 import pytest
 
 from mlserver_torch_stream import client
@@ -222,12 +223,22 @@ def test_the_ready_models_are_named_over_every_transport(server: Server) -> None
             assert asked.models() == asyncio.run(in_asyncio(**_transport(server, transport))) == names
 
 
-def test_a_connection_is_kept_for_the_next_call(server: Server) -> None:
-    """This holds after a stream that was left, too, whose own connection cannot be reused."""
-    for url in _urls(server):
+def _connections(port: int) -> set[int]:
+    """Returns the local ports of this process's connections to a server's port."""
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr.port for each in connections if each.raddr and each.raddr.port == port}
+
+
+def test_a_connection_is_kept_for_the_next_call(slow: Server) -> None:
+    """Over REST the connection of a stream that was left cannot be used again; the next call opens another one."""
+    for url, port in zip(_urls(slow), (slow.http_port, slow.grpc_port), strict=True):
+        others = _connections(port)
         with client.Client(url) as asked:
-            texts = []
+            texts, kept = [], []
             for _ in range(2):
                 texts.append("".join(map(str, asked.stream("tiny", "Hello", max_tokens=8))))
-                next(asked.stream("tiny", "Hello", **_LONG))
-            assert texts[0] == texts[1] != ""
+                kept.append(_connections(port) - others)
+            assert kept[0] == kept[1] and len(kept[0]) == 1
+            next(asked.stream("tiny", "Hello", **_LONG))
+            texts.append("".join(map(str, asked.stream("tiny", "Hello", max_tokens=8))))
+        assert texts[0] == texts[1] == texts[2] != ""

@@ -19,11 +19,11 @@ from mlserver.grpc import dataplane_pb2 as pb
 from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
 
 from tests import plain_http
-from tests.server import triton_wire, v2
+from tests.server import openai, triton_wire, v2
 from tests.server.conftest import QUIET
 from tests.server.harness import Model, Server, exit_code, get_ready, serve
 from tests.server.inflight import Ending, flights, grpc_refusal, grpc_unary, rest_unary
-from tests.waiting import wait_until
+from tests.waiting import alive, wait_until
 
 SLOW = "decode:1:slow=0.02"  # 50 tokens a second at most
 LONG = {"max_tokens": 1000, "ignore_eos": True}
@@ -62,7 +62,9 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
         idle_triton_stream(server) as idle_triton,
     ):
         assert get_ready(server).status_code == 200
-        family = psutil.Process(server.process.pid).children(recursive=True)
+        openai.whole(server, openai.CHAT, openai.talk(max_tokens=1))  # a process of its own renders the template
+        family = [each.pid for each in psutil.Process(server.process.pid).children(recursive=True)]
+        assert family
         short = [start.rest_stream("tiny", max_tokens=60, ignore_eos=True)]
         short += [start.grpc_stream("tiny", max_tokens=60, ignore_eos=True)]
         long = [start.rest_stream("tiny", **LONG) for _ in range(14)]
@@ -107,7 +109,7 @@ def test_streams_finish_or_abort_and_newcomers_are_refused(tiny_model: Path, tmp
         assert unary[1].end().code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert exit_code(server) == 0, server.log
         assert "never retrieved" not in server.log and "Exception in ASGI" not in server.log
-        assert not [process for process in family if process.is_running()]
+        wait_until(lambda: not any(map(alive, family)), "the end of the server's processes")
 
 
 def test_ctrl_c_closes_every_listener_as_sigterm_does(tiny_model: Path, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from tests import plain_http
-from tests.server import openai
+from tests.server import raw
 from tests.server.harness import Server
-from tests.server.openai import CHAT, TEXT, joined, post, prompt, refused, stream, talk, texts, whole
+from tests.server.openai import CHAT, DONE, TEXT, joined, post, prompt, refused, stream, talk, texts, whole
 
 _SAMPLED = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 _BOTH = pytest.mark.parametrize(("path", "body"), [(CHAT, talk()), (TEXT, prompt())], ids=["chat", "completions"])
@@ -200,7 +200,7 @@ def test_the_endpoints_take_no_other_method(server: Server) -> None:
 
 
 def test_a_chunk_of_a_slow_reader_is_no_longer_than_48_kib(server: Server) -> None:
-    body = talk(max_tokens=300, ignore_eos=True, logprobs=True, top_logprobs=20)
-    response = post(server, CHAT, {**body, "stream": True})
-    assert max(map(len, response.content.split(b"\n"))) <= 48 * 1024
-    assert len(openai.events(response)) > 3
+    body = talk(max_tokens=500, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True)
+    *chunks, end = raw.read_late(server, CHAT, body, 500)
+    assert sum(map(len, chunks)) > 200_000 > 48 * 1024 >= max(len(f"data: {chunk}".encode()) for chunk in chunks)
+    assert end == DONE

@@ -18,6 +18,7 @@ from tests import plain_http
 from tests.server import openai, v2
 from tests.server.harness import Server
 from tests.server.otlp import Collector
+from tests.waiting import wait_until
 
 _CANARY = "canary-of-the-prompt"
 _SECRET = "canary-of-a-header"
@@ -139,13 +140,25 @@ def test_prompts_are_in_no_log_and_no_span_and_headers_in_no_reply(observed: Ser
 
 def test_what_a_handler_is_sent_is_in_no_log(failing: Server) -> None:
     response = plain_http.post(
-        f"{failing.url}/predictions/handler", json={"data": _CANARY}, headers=_HEADERS, timeout=v2.TIMEOUT_S
+        f"{failing.url}/predictions/handler",
+        json={"data": _CANARY},
+        headers={**_HEADERS, "X-Request-Id": _LAST_ID},
+        timeout=v2.TIMEOUT_S,
     )
     assert response.status_code == 200 and _SECRET not in f"{response.headers}{response.text}"
+    _wait_for_line(failing, _LAST_ID)
     assert _CANARY not in failing.log and _SECRET not in failing.log
 
 
 @pytest.mark.parametrize("name", ["tiny", "nothing"])
 def test_a_query_is_in_no_log(observed: Server, name: str) -> None:
-    plain_http.post(f"{observed.url}/v2/models/{name}/infer?key={_SECRET}", json=_tensors(), timeout=v2.TIMEOUT_S)
+    last = {**_tensors(), "id": f"{_LAST_ID}-{name}"}
+    for path in (f"{name}/infer?key={_SECRET}", "tiny/infer"):
+        plain_http.post(f"{observed.url}/v2/models/{path}", json=last, timeout=v2.TIMEOUT_S)
+    _wait_for_line(observed, last["id"], 1 if name == "nothing" else 2)
     assert _SECRET not in observed.log
+
+
+def _wait_for_line(server: Server, request_id: str, count: int = 1) -> None:
+    """Waits until the log has the lines of requests, which are written just after the answers are sent."""
+    wait_until(lambda: server.log.count(f"request_id={request_id} ") == count, "the line of the request")

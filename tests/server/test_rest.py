@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
-import httpx
 import pytest
 
 from mlserver_torch_stream import client
 from tests import plain_http
-from tests.server import v2
+from tests.server import raw, v2
 from tests.server.harness import Server
 
 _PROMPT = "Hello fox 🙂"
@@ -145,20 +143,9 @@ _SPELLINGS = {
 def test_a_slow_reader_gets_no_line_longer_than_48_kib(server: Server, spelling: str) -> None:
     """Proxies read lines of 64 KiB at most; with all options, a token takes two kilobytes or more."""
     endpoint, body = _SPELLINGS[spelling]
-    before = server.counters("tiny")["generation_tokens"]
-    slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
-    with (
-        httpx.Client(transport=slow, timeout=v2.TIMEOUT_S) as reader,
-        reader.stream("POST", f"{server.url}/v2/models/tiny/{endpoint}", json=body) as response,
-    ):
-        server.wait_for("tiny", lambda now: now["generation_tokens"] - before >= 500)
-        # All events wait by now; in windows of 4 KiB their bytes would come for 10 s.
-        connection = response.extensions["network_stream"].get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, 1 << 20)
-        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-    assert sum(map(len, lines)) > 200_000 > 48 * 1024 >= max(len(line.encode()) for line in lines)
-    replies = [json.loads(line.removeprefix("data: ")) for line in lines]
+    events = raw.read_late(server, f"/v2/models/tiny/{endpoint}", body, 500)
+    assert sum(map(len, events)) > 200_000 > 48 * 1024 >= max(len(f"data: {event}".encode()) for event in events)
+    replies = list(map(json.loads, events))
     finals = [(reply if spelling == "flat" else reply["parameters"])["triton_final_response"] for reply in replies]
     assert finals == [*[False] * (len(finals) - 1), True]
     if spelling == "flat":
