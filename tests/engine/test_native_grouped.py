@@ -19,7 +19,7 @@ from mlserver_torch_stream.engine.native import weights
 from mlserver_torch_stream.engine.native.groups import GROUP, PANEL, GroupFormat, Groups, pack_groups
 from mlserver_torch_stream.engine.native.kernel_library import VARIABLE, open_kernels
 from mlserver_torch_stream.engine.native.kernel_variants import runnable
-from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedRows
+from mlserver_torch_stream.engine.native.packed_rows import BLOCK_FORMATS, PackedLinear, PackedRows, unpack
 from mlserver_torch_stream.engine.native.quantise import ROUNDED, quantise
 from mlserver_torch_stream.engine.native.weights import DenseMatrix, GroupedMatrix, Packer, grouped_matrices
 
@@ -197,6 +197,30 @@ def test_blocks_that_are_read_as_another_format_are_found_as_they_are_packed(
     monkeypatch.setattr(PackedRows, "number", BLOCK_FORMATS["Q4_0"].number)
     with pytest.raises(UnsupportedLayout, match="read weights that differ"):
         products(kernels, GroupedMatrix([rows], INT8), torch.eye(512))
+
+
+def test_blocks_whose_first_weight_alone_is_read_rightly_are_found_as_they_are_packed(kernels: ctypes.CDLL) -> None:
+    class Turned(PackedRows):
+        @property
+        def addresses(self) -> torch.Tensor:
+            blocks = self.data.view(-1, 34)  # a scale, and then 32 weights
+            self.read = torch.cat((blocks[:, :3], blocks[:, 3:].roll(1, 1)), 1).view_as(self.data)
+            return PackedRows(self.kind, self.read).addresses
+
+    with pytest.raises(UnsupportedLayout, match="read weights that differ"):
+        products(kernels, GroupedMatrix([Turned("Q8_0", random_blocks("Q8_0", 40).data)], INT8), torch.eye(512))
+
+
+def test_linear_layers_keep_their_weights_in_float32_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [PackedLinear(random_blocks(kind, 40), torch.randn(40)) for kind in ("Q6_K", "Q4_0")]
+    x, model = torch.randn(3, 512), torch.nn.ModuleList(layers)
+    expected = [layer(x) for layer in layers]
+    unpack(model, 40 * 512 * 4)
+    monkeypatch.setattr(layers[0], "rows", None)  # a later conversion would fail
+    assert all(torch.allclose(layer(x), out, atol=1e-4) for layer, out in zip(layers, expected, strict=True))
+    monkeypatch.setattr(layers[1], "rows", None)
+    with pytest.raises(AttributeError):
+        layers[1](x)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -5,7 +5,7 @@ A module computes in float32, a few rows at a time. These modules are slow, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,10 +71,11 @@ class PackedRows:
         """
         width = self._of.weights
         blocks = self.data.view(len(self.data), -1, self._of.bytes)
-        places = torch.arange(len(columns)) * width + columns % width
+        numbers, of_column = (columns // width).unique(return_inverse=True)
+        places = of_column * width + columns % width
         weights, largest = [], []
-        for some in blocks.split(max(1, _AT_ONCE // (len(columns) * width))):
-            dense = PackedRows(self.kind, some[:, columns // width].flatten(1)).groups(slice(None)).dense()
+        for some in blocks.split(max(1, _AT_ONCE // (len(numbers) * width))):
+            dense = PackedRows(self.kind, some[:, numbers].flatten(1)).groups(slice(None)).dense()
             weights.append(dense[:, places])
             largest.append(dense.abs().amax(1, keepdim=True))
         return torch.cat(weights)[self.order], torch.cat(largest)[self.order]
@@ -103,23 +104,45 @@ def rotary_halves(rows: int, heads: int) -> Tensor:
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
-    """A linear layer over packed rows. ``weight`` has the shape of the unpacked rows, but no values."""
+    """A linear layer over packed rows.
+
+    ``weight`` has the shape of the unpacked rows, but no values before ``unpack``.
+    """
 
     def __init__(self, rows: PackedRows, bias: Tensor | None = None) -> None:
         super().__init__()
         self.rows = rows
         self.weight = _placeholder(rows)
+        self._unpacked = False
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    def unpack(self) -> None:
+        """Makes ``weight`` hold the rows in float32, which no forward has to convert again."""
+        weight = torch.empty(self.rows.shape)
+        for rows in self._few_rows():
+            weight[rows] = self.rows.groups(rows).dense()
+        self.weight, self._unpacked = nn.Parameter(weight, requires_grad=False), True
+
     def forward(self, x: Tensor) -> Tensor:
+        if self._unpacked:
+            out = linear(x, self.weight.to(x.dtype))
+        else:
+            out = torch.cat([linear(x, self.rows.groups(rows).dense().to(x.dtype)) for rows in self._few_rows()], -1)
+        return out if self.bias is None else out + self.bias
+
+    def _few_rows(self) -> Iterator[slice]:
         outputs, inputs = self.rows.shape
         count = max(1, _AT_ONCE // inputs)
-        parts = [
-            linear(x, self.rows.groups(slice(first, first + count)).dense().to(x.dtype))
-            for first in range(0, outputs, count)
-        ]
-        out = torch.cat(parts, -1)
-        return out if self.bias is None else out + self.bias
+        return (slice(first, first + count) for first in range(0, outputs, count))
+
+
+def unpack(model: nn.Module, limit: int) -> None:
+    """Unpacks those linear layers of a model that together fit ``limit`` bytes."""
+    for module in model.modules():
+        size = module.weight.numel() * module.weight.itemsize if isinstance(module, PackedLinear) else 0
+        if 0 < size <= limit:
+            limit -= size
+            module.unpack()
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
@@ -220,9 +243,9 @@ def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    low = blocks[:, :128].reshape(-1, 2, 1, 64) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
-    high = blocks[:, 128:192].reshape(-1, 2, 1, GROUP) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
-    codes = low.reshape(len(blocks), -1) | (high.reshape(len(blocks), -1) << 4)
+    low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, GROUP)
+    codes = torch.stack((low & 15, low >> 4), 2).view(len(blocks), -1)
+    codes |= torch.stack(((high & 3) << 4, (high & 12) << 2, high & 48, high >> 6 << 4), 2).view(len(blocks), -1)
     scales = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
     return codes, scales, None
 

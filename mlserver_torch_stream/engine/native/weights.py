@@ -31,7 +31,9 @@ from mlserver_torch_stream.engine.native.panels_file import PanelsFile
 from mlserver_torch_stream.engine.native.quantise import BLOCK, ROUNDED, Rounding, quantise
 from mlserver_torch_stream.engine.native.structure import Decoder, DecoderLayer, Projection
 
-_COMPARED = 8  # the number of inputs of each output that are compared
+# The weights that are compared of each output: in so many groups, those at these places of the first group, and later
+# ones in the others. Few groups, because each of their blocks has to be converted.
+_COMPARED_GROUPS, _COMPARED_PLACES, _LATER = 4, torch.tensor([0, 13]), 7
 _OTHER_INPUTS = "the model has a matrix whose parts have different numbers of inputs"
 _OTHER_WEIGHTS = "the kernels read weights that differ from the packed ones"
 _ROUNDING = 4e-3  # error of rounding scales to float16, relative to an output's largest weight
@@ -137,7 +139,10 @@ class GroupedMatrix:
     @property
     def _columns(self) -> Tensor:
         """The inputs whose weights are compared."""
-        return torch.arange(0, self._inputs, max(1, self._inputs // _COMPARED))
+        numbers = torch.arange(_COMPARED_GROUPS)
+        firsts = numbers * self._inputs // _COMPARED_GROUPS // GROUP * GROUP
+        columns = firsts[:, None] + (_COMPARED_PLACES + _LATER * numbers[:, None]) % GROUP
+        return columns[columns < self._inputs].unique()
 
     def _compare(self, weights: Tensor, largest: Tensor, panels: Tensor, packer: Packer) -> None:
         """Compares the ``weights`` of a few inputs, ``[outputs, inputs]``, with the weights that the kernels read.
