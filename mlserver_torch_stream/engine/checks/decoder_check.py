@@ -125,7 +125,6 @@ def _proving_depth(model: Any, decoder: Decoder, layout: CacheLayout) -> int:
     kinds = [
         (
             *(_kind(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")),
-            layer.router is None,
             tuple(sorted(layer.norms)),
             layer.rope,
             window,
