@@ -67,6 +67,7 @@ KNOWN = {
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.2},
     ),
     "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 with experts, one layer without": (
         "qwen3_moe",
         {**_EXPERTS, "num_experts": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},

@@ -327,7 +327,11 @@ class _StructureReader:
         x = torch.randn((8, weight.shape[1]), generator=torch.Generator().manual_seed(0))
         # The logits are about 0.5, so the probabilities of the chosen experts alone sum to clearly less than 1.
         x = (x * 0.5 / weight.float().norm(dim=1).mean().clamp_min(1e-3)).to(weight.dtype)
-        match gate(x):
+        try:
+            found = gate(x)
+        except TypeError:  # it has more inputs
+            raise other from None
+        match found:
             case Tensor(), Tensor() as shares, Tensor(dtype=torch.int64) as chosen:
                 probabilities = linear(x.float(), weight.float()).softmax(1)
                 expected, largest = probabilities.gather(1, chosen), probabilities.topk(chosen.shape[1]).values
