@@ -48,7 +48,7 @@ from mlserver_torch_stream.version import __version__
 
 logger = logging.getLogger(__name__)
 
-MAX_RECORDS = 64  # the maximum number in one cache folder; a record takes 50 kB, 1 MB for a 7B model, 2 MB for 6,000 experts
+MAX_RECORDS = 64  # the maximum number in one cache folder; a record takes 50 kB, or 1 MB for a 7B model with its norms
 _FOLDER = "records"
 _SUFFIX = ".record"
 _ENGINE = Path(__file__).parents[1]
