@@ -31,6 +31,7 @@ from mlserver_torch_stream.engine.checks.record import (
     read_record,
     record_key,
     recorded_decoder,
+    stored_parameters,
     write_record,
 )
 from mlserver_torch_stream.engine.checks.selfcheck import SelfCheckResult, check_batching, check_generate
@@ -292,7 +293,7 @@ def _planned(
     if is_quantised(model):
         return None
     try:
-        parameters = dict(model.named_parameters())
+        parameters = stored_parameters(model, recording.files)
         plan = plan_decoder(read_decoder(model), parameters)
         check_files_hold(plan, parameters, recording.files)
         outlined = replace(weights, model=outline_of(model))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3DecoderLayer
 
 from mlserver_torch_stream.engine import model as model_module
@@ -32,6 +33,11 @@ from tests.engine.tiny_models import tiny_model
 
 LAYERS = 8
 _WINDOWS = {"layer_types": [*["sliding_attention"] * 5, "full_attention", *["sliding_attention"] * 2]}
+# The third layer is the first one with experts.
+_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    "mlp_only_layers": [0, 1, 5],
+}
 _INT8: dict[str, Any] = {"weights": "int8"}
 _MARK = 7.0  # a weight that no other place of a tiny model has
 
@@ -79,6 +85,8 @@ def layers_run(monkeypatch: pytest.MonkeyPatch, kind: type[torch.nn.Module] = Ll
         ("llama", {}, _INT8, LlamaDecoderLayer, 2),
         ("smollm3", {}, {}, SmolLM3DecoderLayer, 4),
         ("gemma3_text", _WINDOWS, {}, Gemma3DecoderLayer, 6),
+        ("qwen3_moe", _EXPERTS, {}, Qwen3MoeDecoderLayer, 3),
+        ("qwen3_moe", _EXPERTS, _INT8, Qwen3MoeDecoderLayer, 3),
     ],
 )
 def test_transformers_runs_the_first_layers_of_each_kind_alone_and_the_kernels_have_the_logits_of_all(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlserver_torch_stream.engine.checks.decoder_check import verify_kernels
+from mlserver_torch_stream.engine.checks.decoder_check import check_packed, verify_kernels
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
@@ -31,11 +31,7 @@ Change = Callable[[gguf.GGUFWriter], None]
 
 # Longer than windows, and than the lengths before scaling.
 PROMPT = [(7 * position) % 250 + 2 for position in range(40)]
-WITHOUT_KERNELS = {
-    "mixtral": "our kernels do not support mixtures of experts",
-    "qwen2 with experts": "our kernels do not support mixtures of experts",
-    "qwen3 with experts": "our kernels do not support mixtures of experts",
-}
+WITHOUT_KERNELS = {"qwen2 with experts": "mlp.shared_expert.gate_proj.weight does not belong to the layout"}
 
 
 def check_same(got: Any, original: Any) -> None:
@@ -75,15 +71,27 @@ def test_packed_weights_give_the_tokens_of_the_original(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", WITHOUT_KERNELS)
-def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_weights_that_cannot_stay_packed_are_refused_by_name(name: str, tmp_path: Path, folder: Path) -> None:
     file = write_original(make_original(name), tmp_path / "m.gguf", "Q8_0")
-    with pytest.raises(NotPacked, match=WITHOUT_KERNELS[name]):
+    write_packed(file, tmp_path)
+    with torch.inference_mode(), pytest.raises(NotPacked, match=WITHOUT_KERNELS[name]):
+        check_packed(tmp_path, file, "m", KernelOptions(1, folder))
+
+
+def test_experts_in_a_format_without_kernels_are_refused_by_name(tmp_path: Path) -> None:
+    file = write_original(make_original("mixtral"), tmp_path / "m.gguf", "F16")
+    with pytest.raises(NotPacked, match=r"experts in F16 \(model.layers.0.mlp.experts"):
         write_packed(file, tmp_path)
-        load_packed(tmp_path, file)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3", "phi3, long"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama 3.1", "qwen2, yarn", "smollm3", "gemma2", "gemma3", "phi3", "phi3, long"),
+        *("mixtral", "qwen3 with experts"),
+    ],
+)
 def test_our_kernels_give_the_logits_of_the_original(name: str, tmp_path: Path, folder: Path) -> None:
     original = make_original(name)
     file = write_original(original, tmp_path / "m.gguf", "Q8_0")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.engine.tiny_gguf import write_tiny_gguf
 
@@ -56,6 +56,15 @@ def cache(tmp_path: Path, folder: Path) -> Path:
     return tmp_path / "cache"
 
 
+def check_once_in_memory(model: PreTrainedModel, place: Path, cache: Path) -> None:
+    """Compares the memory of the first start of a model, and of a later one, with the size of its weights."""
+    model.save_pretrained(place)
+    for expected in ({"new": 1}, {}):
+        most, weights, checks = peak(place, cache, dtype="bfloat16")
+        assert weights > 500 * 10**6 and checks == expected
+        assert most < 1.15 * weights + _BESIDE
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_packed_weights_are_in_memory_once_at_the_first_start_and_mapped_later(tmp_path: Path, cache: Path) -> None:
@@ -77,8 +86,13 @@ def test_dense_weights_are_in_memory_once_at_each_start(stored: torch.dtype, tmp
     """
     sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
     config = LlamaConfig(**sizes, num_attention_heads=16, max_position_embeddings=256)
-    LlamaForCausalLM(config).to(stored).save_pretrained(tmp_path / "model")
-    for expected in ({"new": 1}, {}):
-        most, weights, checks = peak(tmp_path / "model", cache, dtype="bfloat16")
-        assert weights > 500 * 10**6 and checks == expected
-        assert most < 1.15 * weights + _BESIDE
+    check_once_in_memory(LlamaForCausalLM(config).to(stored), tmp_path / "model", cache)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_experts_of_a_mixture_are_in_memory_once_at_each_start(tmp_path: Path, cache: Path) -> None:
+    """transformers joins the experts' tensors in memory; a later start maps them in the file."""
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 6}
+    config = Qwen3MoeConfig(**sizes, num_experts=32, num_attention_heads=16, head_dim=64, max_position_embeddings=256)
+    check_once_in_memory(Qwen3MoeForCausalLM(config).to(torch.bfloat16), tmp_path / "model", cache)

@@ -31,6 +31,8 @@ from tests.engine.tiny_models import FAMILIES, VOCAB, prompt_of, tiny_model
 REQUESTS = [(5, 20), (17, 6), (3, 14), (11, 9), (23, 12), (1, 5)]
 CHUNK = 4  # of a prompt in a step
 
+_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 # Family and changes to its tiny config: what the kernels must know of the layout, each at least once.
 KNOWN = {
     "llama": ("llama", {}),
@@ -65,6 +67,13 @@ KNOWN = {
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.2},
     ),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3 with experts, one layer without": (
+        "qwen3_moe",
+        {**_EXPERTS, "num_experts": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3 with experts in every second layer": ("qwen3_moe", {**_EXPERTS, "num_experts": 6, "decoder_sparse_step": 2}),
 }
 # The modules of these are those of a known family, and only the logits tell them apart.
 DISGUISED = ["exaone4"]

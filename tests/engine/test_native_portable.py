@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,9 @@ def test_the_kernels_are_right_on_lesser_cpus(name: str, tmp_path: Path, monkeyp
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv(VARIABLE, "" if name == _OLD else name)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tiny_model("qwen3", head_dim=20).to(dtype)
+    models = [tiny_model(family, head_dim=20) for family in ("mixtral", "qwen3")]
+    for dtype, model in product((torch.float32, torch.bfloat16), models):
+        model = model.to(dtype)
         with torch.inference_mode():
             forward = NativeForward(model, KernelOptions(2, tmp_path))
             assert forward.variant == ("compiled for this CPU" if name == _OLD else f"{name}, compiled here")

@@ -21,7 +21,10 @@ from tests.engine.page_book import PageBook, prefilled
 from tests.engine.test_native import KNOWN, known_model
 from tests.engine.tiny_models import prompt_of, tiny_model
 
-_NAMES = ["llama, tied, biases everywhere", "llama, odd sizes", "mistral, window of 6", "phi3"]
+_NAMES = [
+    *("llama, tied, biases everywhere", "llama, odd sizes", "mistral, window of 6", "phi3"),
+    *("mixtral", "qwen3 with experts, one layer without"),
+]
 _DTYPES = [torch.float32, torch.bfloat16]
 _LENGTHS = {"a": 3, "b": 5, "c": 60, "d": 130}
 

@@ -13,7 +13,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -202,6 +202,46 @@ def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
         with safe_open(file, "pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return tensors
+
+
+# What files call the tensors of single experts: by the end of the parameter that has those of all experts of a layer,
+# their place in families that name them alike, and the parts that the parameter has of each expert.
+_EXPERTS = {
+    "mlp.experts.gate_up_proj": (
+        ("mlp.experts", ("gate_proj", "up_proj")),
+        ("block_sparse_moe.experts", ("w1", "w3")),
+    ),
+    "mlp.experts.down_proj": (("mlp.experts", ("down_proj",)), ("block_sparse_moe.experts", ("w2",))),
+}
+
+
+def stored_parameters(model: Any, files: Iterable[Path]) -> dict[str, Tensor]:
+    """Returns the parameters of transformers' model by their names in its files.
+
+    transformers joins the experts of a layer, of which files have single tensors. A parameter for whose parts the files
+    have no names keeps its own name.
+    """
+    stored: set[str] = set()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            stored.update(opened.keys())
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        names = next((names for names in _stored_names(name, len(parameter)) if stored.issuperset(names)), [name])
+        joined = parameter.flatten(0, 1) if parameter.ndim > 2 else parameter
+        found |= zip(names, joined.chunk(len(names)) if len(names) > 1 else [parameter], strict=True)
+    return found
+
+
+def _stored_names(name: str, experts: int) -> Iterator[list[str]]:
+    """Yields the names under which files may have a parameter, or its parts for each of so many experts."""
+    yield [name]
+    yield [name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]
+    for end, spellings in _EXPERTS.items():
+        if name.endswith(end):
+            for place, parts in spellings:
+                stem = name.removesuffix(end) + place
+                yield [f"{stem}.{expert}.{part}.weight" for expert in range(experts) for part in parts]
 
 
 def check_files_hold(plan: DecoderPlan, parameters: Mapping[str, Tensor], files: Iterable[Path]) -> None:

@@ -5,6 +5,7 @@ No weight is read until each tensor has a place in the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +53,15 @@ class GgufWeights:
         return torch.from_numpy(value).reshape(self.shape)
 
     @property
-    def blocks(self) -> tuple[int, int, int] | None:
-        """The place of a matrix's blocks in the file: the first byte, the number of rows, and the bytes of a row.
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """The place of each part's blocks in the file: the first byte, the number of rows, and the bytes of a row.
 
-        None unless the weights are a matrix, stored as a single tensor of the file.
+        The rows of a layer's experts follow each other. The list is empty unless the parts are matrices.
         """
-        if len(self.parts) != 1 or len(self.shape) != 2 or self.offset:
-            return None
-        rows, size = self.parts[0].data.shape
-        return int(self.parts[0].data_offset), int(rows), int(size)
+        if len(self.shape) < 2 or self.offset:
+            return []
+        places = ((part.data_offset, math.prod(part.data.shape[:-1]), part.data.shape[-1]) for part in self.parts)
+        return [(int(first), int(rows), int(size)) for first, rows, size in places]
 
 
 @dataclass(frozen=True, slots=True)

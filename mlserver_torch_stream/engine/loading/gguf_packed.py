@@ -10,11 +10,11 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,14 +27,20 @@ from mlserver_torch_stream.engine.mapped_file import map_file
 from mlserver_torch_stream.engine.native.packed_rows import (
     BLOCK_FORMATS,
     PackedEmbedding,
+    PackedExperts,
     PackedLinear,
     PackedRows,
     embedding_scale,
 )
 from mlserver_torch_stream.errors import LoadFailed
 
+if TYPE_CHECKING:  # gguf takes 5 MB
+    from mlserver_torch_stream.engine.loading.gguf_model import GgufWeights
+
 WEIGHTS = "packed.safetensors"
 _FLOATS = ("F32", "F16", "BF16")
+_ROUTER = ".mlp.gate.weight"  # which is never rounded
+_EXPERTS = ("all_gates", "all_ups", "all_downs")  # names of the blocks of all experts of a layer, below its experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +74,16 @@ def load_packed(folder: Path, gguf_file: Path, config: Any = None) -> PackedMode
     model = empty_model(config)
     tensors, metadata = read_tensors(folder, gguf_file)
     blocks, dequantised = json.loads(metadata["blocks"]), json.loads(metadata["dequantised"])
+    experts: dict[str, dict[str, PackedRows]] = {}
     for name, tensor in tensors.items():
         kind, *_, heads = blocks.get(name, (None, 0))
-        _put(model, name, tensor, kind, heads)
+        path, _, leaf = name.rpartition(".")
+        if leaf in _EXPERTS:
+            experts.setdefault(path, {})[leaf] = PackedRows(kind, tensor)
+        else:
+            _put(model, name, tensor, kind, heads)
+    for path, parts in experts.items():
+        model.set_submodule(path, PackedExperts(model.get_submodule(path), *(parts[leaf] for leaf in _EXPERTS)))
     if config.tie_word_embeddings:
         _tie(model)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -147,11 +160,12 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
     blocks: dict[str, tuple[str, int, int, int, int]] = {}
     dequantised: dict[str, str] = {}
     for name, weights in model.weights.items():
-        if len(weights.parts) > 1:
-            raise NotPacked(f"our kernels do not support mixtures of experts ({name})")
+        if len(weights.shape) > 2:
+            blocks |= _expert_blocks(name, weights)
+            continue
         kind = next(iter(weights.kinds), "F32")
-        if kind in BLOCK_FORMATS and (place := weights.blocks) is not None:
-            blocks[name] = (kind, *place, weights.heads)
+        if kind in BLOCK_FORMATS and weights.blocks and not name.endswith(_ROUTER):
+            blocks[name] = (kind, *weights.blocks[0], weights.heads)
             continue
         if kind not in _FLOATS:
             dequantised[name] = kind
@@ -161,6 +175,16 @@ def write_packed(gguf_file: Path, folder: Path) -> None:
     _write_tensors(folder / WEIGHTS, tensors, {"blocks": json.dumps(blocks), "dequantised": json.dumps(dequantised)})
     model.config.save_pretrained(folder)
     GenerationConfig.from_model_config(model.config).save_pretrained(folder)
+
+
+def _expert_blocks(name: str, weights: GgufWeights) -> Iterator[tuple[str, tuple[str, int, int, int, int]]]:
+    """Yields the blocks of all experts of a layer, with one name for each tensor of the file."""
+    path, _, leaf = name.rpartition(".")
+    leaves = _EXPERTS[:2] if leaf == "gate_up_proj" else _EXPERTS[2:]
+    for part, kind, place in zip(leaves, weights.kinds, weights.blocks, strict=True):
+        if kind not in BLOCK_FORMATS:
+            raise NotPacked(f"our kernels do not support experts in {kind} ({name})")
+        yield f"{path}.{part}", (kind, *place, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ factors of norms, are in the plan itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +43,8 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
     Raises UnsupportedLayout if the rotary module does more than ``RotaryAngles``, or if the decoder has other weights.
     """
     plan = DecoderPlan({})
-    write = _PlanWriter(tensors, plan)
+    places = sorted((tensor.data_ptr(), name) for name, tensor in tensors.items() if tensor.numel())
+    write = _PlanWriter(tensors, places, plan)
     ropes = angles_of(decoder.rotary)
     plan.structure = {
         "layers": [
@@ -49,6 +52,7 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
                 **{name: write.projection(getattr(layer, name)) for name in _PROJECTIONS},
                 "norms": {role: write.rows(factors) for role, factors in layer.norms.items()},
                 "rope": layer.rope,
+                "router": None if layer.router is None else write.rows(layer.router),
             }
             for layer in decoder.layers
         ],
@@ -73,18 +77,19 @@ def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tenso
 
     @cache  # tied weights stay one object
     def rows(name: str | None, first: int | str, count: int, kind: str | None, heads: int) -> Tensor | PackedRows:
-        data = own[str(first)] if name is None else tensor(name)[int(first) : int(first) + count]
+        data = own[str(first)] if name is None else _as_rows(tensor(name))[int(first) : int(first) + count]
         return data if kind is None else PackedRows(kind, data, heads)
 
     def projection(parts: Mapping[str, Any]) -> Projection:
         biases = (None if bias is None else rows(*bias) for bias in parts["biases"])
-        return Projection(tuple(rows(*part) for part in parts["weights"]), tuple(biases))
+        return Projection(tuple(rows(*part) for part in parts["weights"]), tuple(biases), parts["experts"])
 
     layers = (
         DecoderLayer(
             **{name: projection(layer[name]) for name in _PROJECTIONS},
             norms={role: rows(*factors) for role, factors in layer["norms"].items()},
             rope=layer["rope"],
+            router=None if layer["router"] is None else rows(*layer["router"]),
         )
         for layer in structure["layers"]
     )
@@ -101,14 +106,21 @@ def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tenso
     )
 
 
+def _as_rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the matrices of several experts as one matrix."""
+    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
+
+
 @dataclass(slots=True)
 class _PlanWriter:
     tensors: Mapping[str, Tensor]
+    places: Sequence[tuple[int, str]]  # the addresses and names of the tensors, in the order of the addresses
     plan: DecoderPlan
 
     def projection(self, projection: Projection) -> dict[str, Any]:
         biases = [None if bias is None else self.rows(bias) for bias in projection.biases]
-        return {"weights": [self.rows(weight) for weight in projection.weights], "biases": biases}
+        weights = [self.rows(weight) for weight in projection.weights]
+        return {"weights": weights, "biases": biases, "experts": projection.experts}
 
     def rows(self, of: Tensor | PackedRows) -> list[Any]:
         """Returns a tensor's name, first row, number of rows, block format and ``heads``.
@@ -116,12 +128,12 @@ class _PlanWriter:
         The name is None if no file has the tensor.
         """
         data, kind, heads = (of.data, of.kind, of.heads) if isinstance(of, PackedRows) else (of, None, 0)
-        for name, whole in self.tensors.items():
-            if not whole.numel():
-                continue
+        after = bisect_right(self.places, data.data_ptr(), key=itemgetter(0))
+        if after and data.is_contiguous() and self.tensors[name := self.places[after - 1][1]].is_contiguous():
+            whole = _as_rows(self.tensors[name])
             first, rest = divmod(data.data_ptr() - whole.data_ptr(), whole[0].nbytes)
-            alike = data.dtype == whole.dtype and data.shape[1:] == whole.shape[1:] and data.is_contiguous()
-            if alike and rest == 0 and 0 <= first < len(whole):
+            alike = data.dtype == whole.dtype and data.shape[1:] == whole.shape[1:]
+            if alike and rest == 0 and first < len(whole):
                 self.plan.used.add(name)
                 return [name, first, len(data), kind, heads]
         key = str(len(self.plan.own))

@@ -60,7 +60,8 @@ class KernelShape(Structure):
     """The sizes and constants of a decoder: widths, counts, the kinds of norm and activation, scales and softcaps."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("hidden", "inner", "vocab", "layers")),
+        *((name, c_int64) for name in ("hidden", "vocab", "layers")),
+        *((name, c_int64) for name in ("experts", "experts_used", "experts_normalised")),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "rotated_half", "ropes")),
         *((name, c_int64) for name in ("qk_norm", "activation")),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap")),
@@ -78,11 +79,12 @@ class KernelNorms(Structure):
 class KernelLayer(Structure):
     """The weights of one decoder layer.
 
+    ``gate_up`` and ``down`` are of all experts, one after the other. ``router`` has no outputs if there is one expert.
     ``rope`` is the number of the layer's rotary table, counted from 1; 0 means no rotary positions.
     """
 
     _fields_ = [
-        *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down", "router")),
         ("norms", KernelNorms),
         ("rope", c_int64),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,22 +119,14 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
     def unpack(self) -> None:
         """Makes ``weight`` hold the rows in float32, which no forward has to convert again."""
-        weight = torch.empty(self.rows.shape)
-        for rows in self._few_rows():
-            weight[rows] = self.rows.groups(rows).dense()
+        weight = torch.empty(self.rows.shape, dtype=torch.float32)
+        for few in _few(self.rows):
+            weight[few] = self.rows.groups(few).dense()
         self.weight, self._unpacked = nn.Parameter(weight, requires_grad=False), True
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._unpacked:
-            out = linear(x, self.weight.to(x.dtype))
-        else:
-            out = torch.cat([linear(x, self.rows.groups(rows).dense().to(x.dtype)) for rows in self._few_rows()], -1)
+        out = linear(x, self.weight.to(x.dtype)) if self._unpacked else _product(x, self.rows)
         return out if self.bias is None else out + self.bias
-
-    def _few_rows(self) -> Iterator[slice]:
-        outputs, inputs = self.rows.shape
-        count = max(1, _AT_ONCE // inputs)
-        return (slice(first, first + count) for first in range(0, outputs, count))
 
 
 def unpack(model: nn.Module, limit: int) -> None:
@@ -143,6 +136,32 @@ def unpack(model: nn.Module, limit: int) -> None:
         if 0 < size <= limit:
             limit -= size
             module.unpack()
+
+
+class PackedExperts(nn.Module):  # type: ignore[misc]
+    """The experts of a layer over packed rows, each a matrix of the experts' rows one after the other.
+
+    ``gate_up_proj`` and ``down_proj`` have the shapes of the unpacked weights, but no values.
+    """
+
+    def __init__(self, experts: Any, gates: PackedRows, ups: PackedRows, downs: PackedRows) -> None:
+        """``experts`` is the module with dense weights."""
+        super().__init__()
+        count = len(experts.down_proj)
+        pairs = zip(gates.chunk(count), ups.chunk(count), strict=True)
+        self.gates_and_ups = [rows for pair in pairs for rows in pair]
+        self.downs = list(downs.chunk(count))
+        self.act_fn = experts.act_fn
+        self.gate_up_proj, self.down_proj = _placeholder(experts.gate_up_proj), _placeholder(experts.down_proj)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            rows, choices = torch.where(top_k_index == expert)
+            gate, up = (_product(hidden_states[rows], part) for part in self.gates_and_ups[2 * expert : 2 * expert + 2])
+            found = _product(self.act_fn(gate) * up, self.downs[expert])
+            out.index_add_(0, rows, (found * top_k_weights[rows, choices, None]).to(out.dtype))
+        return out
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
@@ -177,8 +196,20 @@ def embedding_scale(module: nn.Module) -> float:
     raise UnsupportedLayout(f"the model has embeddings of type {type(module).__name__}")
 
 
-def _placeholder(rows: PackedRows) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(()).expand(rows.shape), requires_grad=False)
+def _placeholder(like: PackedRows | Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(()).expand(like.shape), requires_grad=False)
+
+
+def _product(x: Tensor, rows: PackedRows) -> Tensor:
+    return torch.cat([linear(x, rows.groups(few).dense().to(x.dtype)) for few in _few(rows)], -1)
+
+
+def _few(rows: PackedRows) -> Iterator[slice]:
+    """Yields as many rows as are held in float32 at a time."""
+    outputs, inputs = rows.shape
+    count = max(1, _AT_ONCE // inputs)
+    for first in range(0, outputs, count):
+        yield slice(first, first + count)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mlserver_torch_stream.engine.config_fields import declared_fields, rope_keys
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
-from mlserver_torch_stream.engine.native.packed_rows import PackedLinear, PackedRows, embedding_scale
+from mlserver_torch_stream.engine.native.packed_rows import PackedExperts, PackedLinear, PackedRows, embedding_scale
 from mlserver_torch_stream.engine.native.rotary import KindRotary, LayerRotary, Rotary
 
 # Fields whose effects are read elsewhere: here from the modules, in the rotary table from the model's rotary module,
@@ -31,6 +33,8 @@ _READ = frozenset(
         *("no_rope_layers", "no_rope_layer_interval", "rope_parameters", "rope_scaling", "rope_theta"),
         *("partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings"),
         *("layer_types", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
+        *("decoder_sparse_step", "mlp_only_layers"),
     )
 )
 # Fields without effect on the forward of a model in ``eval``: training, ids for tokenizer and sampler, bookkeeping.
@@ -39,6 +43,7 @@ _HARMLESS = frozenset(
         *("initializer_range", "attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout", "pretraining_tp"),
         *("pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "output_hidden_states", "return_dict"),
         *("dtype", "architectures", "transformers_version", "id2label", "label2id", "problem_type"),
+        *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
     )
 )
 # Values with which other fields and keys have no effect. None is such a value for all of them.
@@ -101,15 +106,28 @@ _NORM_NAMES = frozenset(name for roles in _NORM_ROLES for name in roles.values()
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix ``[outputs, inputs]`` and perhaps a bias; both consist of parts that have to be stacked."""
+    """A matrix ``[outputs, inputs]`` and perhaps a bias; both consist of parts that have to be stacked.
+
+    With several ``experts`` it is a matrix for each expert: the parts of the first expert, then those of the second.
+    """
 
     weights: tuple[Tensor | PackedRows, ...]
     biases: tuple[Tensor | None, ...]
+    experts: int = 1
 
     @property
     def interleaved(self) -> bool:
         """Whether the parts are gates and ups, which the kernels read in turn; no other projection has two parts."""
-        return len(self.weights) == 2
+        return len(self.weights) == 2 * self.experts
+
+    @property
+    def matrices(self) -> list[Projection]:
+        """The matrix of each expert."""
+        if self.experts == 1:
+            return [self]
+        parts = len(self.weights) // self.experts
+        firsts = range(0, len(self.weights), parts)
+        return [Projection(self.weights[i : i + parts], self.biases[i : i + parts]) for i in firsts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +143,7 @@ class DecoderLayer:
     down: Projection
     norms: dict[str, Tensor]
     rope: int  # 1 for the first rope of ``LayerRotary``; 0 if the layer has no positions
+    router: Tensor | None = None  # [experts, inputs], never rounded; None if the layer has one MLP for all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +160,9 @@ class DecoderNumbers:
     embedding_scale: float
     logit_scale: float
     logit_cap: float
+    experts: int = 0  # of each layer that has a router
+    experts_used: int = 0  # for a token
+    experts_normalised: bool = False  # whether the shares of a token's experts sum to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +201,7 @@ class Decoder:
 
     @property
     def projections(self) -> list[Projection]:
-        """All projections: the head, those of each layer, and the embedding if it has packed rows of its own."""
+        """The head, the projections of each layer, and the embedding if it has packed rows of its own; no routers."""
         layers = (part for layer in self.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down))
         return [self.head, *layers, *([] if self.table is None else [self.table])]
 
@@ -267,18 +289,60 @@ class _StructureReader:
         if roles is None:
             raise UnsupportedLayout(f"the model has a layer with the norms {', '.join(sorted(norm_names)) or 'none'}")
         norms = {role: self.norm(layer, name) for role, name in roles.items()}
-        fused = hasattr(mlp, "gate_up_proj")
-        gate_up = self.linear(mlp, "gate_up_proj") if fused else self.linear(mlp, "gate_proj", "up_proj")
-        activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-        self.note(activation=_activation(activation), residual_scale=float(getattr(layer, "residual_multiplier", 1.0)))
+        self.note(residual_scale=float(getattr(layer, "residual_multiplier", 1.0)))
         return DecoderLayer(
             qkv=self._qkv(attention),
             out=self.linear(attention, "o_proj"),
-            gate_up=_halves(gate_up) if fused else gate_up,
-            down=self.linear(mlp, "down_proj"),
             norms=norms | self._qk_norms(attention),
             rope=_rope(attention, kinds),
+            **(self._experts(mlp) if hasattr(mlp, "experts") else self._mlp(mlp)),
         )
+
+    def _mlp(self, mlp: Any) -> dict[str, Any]:
+        """Returns the fields of a ``DecoderLayer`` for an MLP."""
+        fused = hasattr(mlp, "gate_up_proj")
+        gate_up = self.linear(mlp, "gate_up_proj") if fused else self.linear(mlp, "gate_proj", "up_proj")
+        self.note(activation=_activation(getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)))
+        return {"gate_up": _halves(gate_up) if fused else gate_up, "down": self.linear(mlp, "down_proj")}
+
+    def _experts(self, mlp: Any) -> dict[str, Any]:
+        """Returns the fields of a ``DecoderLayer`` for a mixture of experts."""
+        experts, gate = self.child(mlp, "experts"), self.child(mlp, "gate")
+        gates_and_ups, downs = _expert_weights(experts)
+        self.take(experts.gate_up_proj, experts.down_proj)
+        self.note(activation=_activation(getattr(experts, "act_fn", None)), experts=len(downs))
+        return {
+            "router": self._router(gate, len(downs)),
+            "gate_up": Projection(tuple(gates_and_ups), (None,) * len(gates_and_ups), len(downs)),
+            "down": Projection(tuple(downs), (None,) * len(downs), len(downs)),
+        }
+
+    def _router(self, gate: Any, experts: int) -> Tensor:
+        """Calls a router to measure how many experts it chooses, and whether it normalises their probabilities."""
+        weight: Any = getattr(gate, "weight", None)
+        other = UnsupportedLayout(f"the model has a router of type {type(gate).__name__}")
+        if not isinstance(weight, Tensor) or len(weight) != experts or len(list(gate.parameters())) != 1:
+            raise other
+        self.take(weight)
+        x = torch.randn((8, weight.shape[1]), generator=torch.Generator().manual_seed(0))
+        # The logits are about 0.5, so the probabilities of the chosen experts alone sum to clearly less than 1.
+        x = (x * 0.5 / weight.float().norm(dim=1).mean().clamp_min(1e-3)).to(weight.dtype)
+        try:
+            found = gate(x)
+        except TypeError:  # it has more inputs
+            raise other from None
+        match found:
+            case Tensor(), Tensor() as shares, Tensor(dtype=torch.int64) as chosen:
+                probabilities = linear(x.float(), weight.float()).softmax(1)
+                expected, largest = probabilities.gather(1, chosen), probabilities.topk(chosen.shape[1]).values
+            case _:
+                raise other
+        same = partial(torch.allclose, rtol=0.03)
+        for normalised, wanted in ((True, expected / expected.sum(1, keepdim=True)), (False, expected)):
+            if same(expected, largest) and same(shares.float(), wanted):
+                self.note(experts_used=chosen.shape[1], experts_normalised=normalised)
+                return weight.detach()
+        raise other
 
     def _qkv(self, attention: Any) -> Projection:
         if not hasattr(attention, "head_dim"):
@@ -329,6 +393,18 @@ class _StructureReader:
 def _weights(module: Any) -> Tensor | PackedRows:
     found: Tensor | PackedRows = getattr(module, "rows", module.weight)
     return found
+
+
+def _expert_weights(experts: Any) -> tuple[list[Tensor | PackedRows], list[Tensor | PackedRows]]:
+    """Returns the gates and ups of each expert in turn, and the second matrix of each expert."""
+    if isinstance(experts, PackedExperts):
+        return experts.gates_and_ups, experts.downs
+    gate_up, down = (getattr(experts, name, None) for name in ("gate_up_proj", "down_proj"))
+    usual = {"is_concatenated": True, "has_gate": True, "has_bias": False, "is_transposed": False}
+    known = all(getattr(experts, name, None) is value for name, value in usual.items())
+    if not (known and isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+        raise UnsupportedLayout(f"the model has experts of type {type(experts).__name__}")
+    return [half for expert in gate_up.detach() for half in expert.chunk(2)], list(down.detach())
 
 
 def _halves(fused: Projection) -> Projection:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -232,7 +233,8 @@ class PackedWeights:
         self._decoder, self._packer, self._dtype = decoder, packer, decoder.dtype
         self.shape = _shape(decoder)
         matrices = (matrix for projection in decoder.projections for matrix in self._runs(projection))
-        size, kernels = sum(matrix.bytes for matrix in matrices), packer.kernels
+        routers = (self._router_matrix(layer.router) for layer in decoder.layers if layer.router is not None)
+        size, kernels = sum(matrix.bytes for matrix in chain(matrices, routers)), packer.kernels
         mapped = None if file is None or packer.compares else file.read(size, kernels, packer.threads)
         if mapped is None:
             buffer = in_large_pages(size, kernels)
@@ -257,12 +259,17 @@ class PackedWeights:
         return c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
 
     def _runs(self, projection: Projection) -> Sequence[GroupedMatrix | DenseMatrix]:
+        if projection.experts > 1:
+            return [run for matrix in projection.matrices for run in self._runs(matrix)]
         if self._rounded is None and not any(isinstance(part, PackedRows) for part in projection.weights):
             return [DenseMatrix(projection.weights, self._dtype, projection.interleaved)]
         rounding = self._rounded or ROUNDED["int8"]  # dense tensors of a file with packed weights are rounded too
         format = rounding.head if projection is self._decoder.head else rounding.layers
         dtype = None if self._rounded is None else self._dtype
         return grouped_matrices(projection.weights, format, projection.interleaved, dtype)
+
+    def _router_matrix(self, router: Tensor) -> DenseMatrix:
+        return DenseMatrix([router], self._dtype, False)
 
     def _layer(self, layer: DecoderLayer) -> c.KernelLayer:
         norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.KernelNorms.NAMES]
@@ -271,19 +278,31 @@ class PackedWeights:
             self._matrix(layer.out),
             self._matrix(layer.gate_up),
             self._matrix(layer.down),
+            self._router(layer.router),
             c.KernelNorms(*norms),
             layer.rope,
         )
 
     def _matrix(self, projection: Projection) -> c.KernelMatrix:
-        runs = []
-        for matrix in self._runs(projection):
-            panels = self._buffer[self.size : self.size + matrix.bytes]
-            self.size += matrix.bytes
-            if self._packs:
-                matrix.pack(panels, self._packer)
-            runs.append(c.KernelRun(panels.data_ptr(), matrix.outputs, matrix.number))
+        matrices = self._runs(projection)
+        runs = [self._run(matrix) for matrix in matrices]
+        if projection.experts > 1:  # all experts have the same sizes, and are one run
+            if len({(matrix.outputs, matrix.number) for matrix in matrices}) > 1 or len(runs) != projection.experts:
+                raise UnsupportedLayout("the model has experts of different sizes or formats")
+            runs = [c.KernelRun(runs[0].panels, sum(len(matrix.order) for matrix in matrices), runs[0].format)]
         return c.KernelMatrix.of(int(projection.weights[0].shape[1]), *runs, bias=self._bias(projection))
+
+    def _router(self, router: Tensor | None) -> c.KernelMatrix:
+        if router is None:
+            return c.KernelMatrix()
+        return c.KernelMatrix.of(router.shape[1], self._run(self._router_matrix(router)))
+
+    def _run(self, matrix: GroupedMatrix | DenseMatrix) -> c.KernelRun:
+        panels = self._buffer[self.size : self.size + matrix.bytes]
+        self.size += matrix.bytes
+        if self._packs:
+            matrix.pack(panels, self._packer)
+        return c.KernelRun(panels.data_ptr(), matrix.outputs, matrix.number)
 
     def _bias(self, projection: Projection) -> int | None:
         if all(bias is None for bias in projection.biases):
@@ -351,16 +370,14 @@ def in_large_pages(size: int, kernels: ctypes.CDLL) -> Tensor:
 
 
 def _shape(decoder: Decoder) -> c.KernelShape:
-    layer = decoder.layers[0]
     kind = c.NO_QK_NORM
-    if "query" in layer.norms:
+    if "query" in decoder.layers[0].norms:
         kind = c.WHOLE if decoder.whole_qk_norm else c.PER_HEAD
     if decoder.numbers.head_dim > 512 or decoder.numbers.head_dim * decoder.dtype.itemsize % 4:
         limits = "the kernels support at most 512, and only multiples of 4 bytes"
         raise UnsupportedLayout(f"the model has heads of {decoder.numbers.head_dim} dimensions; {limits}")
     return c.KernelShape(
         hidden=decoder.embedding.shape[1],
-        inner=layer.down.weights[0].shape[1],
         vocab=decoder.head.weights[0].shape[0],
         layers=len(decoder.layers),
         rotated_half=0,  # ``NativeForward`` sets it, and ``ropes``

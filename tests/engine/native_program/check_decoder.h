@@ -23,17 +23,27 @@ inline void* allocate(size_t size, size_t alignment) {
 // Apart, so that the compiler does not take it for another function's memory.
 [[gnu::noinline]] inline void release(void* memory) { std::free(memory); }
 
+// The weights of a model. If there are experts, the first layer has them.
+struct Layout {
+    native::Format format;
+    int64_t experts = 0;
+};
+
 template <class T> class TinyModel {
   public:
     static constexpr int64_t kHidden = 64, kInner = 96, kVocab = 70, kLayers = 2, kHeads = 6, kKvHeads = 2, kDim = 20;
     static constexpr int64_t kWidth = 96, kPages = 60, kQkv = (kHeads + 2 * kKvHeads) * kDim;
 
-    TinyModel(native::Format format, int threads, int64_t page_size) : format_(format), page_size_(page_size) {
-        for (auto& layer : layers_)
-            layer = {matrix(kQkv, kHidden), matrix(kHidden, kHeads * kDim), matrix(2 * kInner, kHidden),
-                     matrix(kHidden, kInner), {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr}, 1};
-        shape_ = {kHidden, kInner, kVocab, kLayers, kHeads, kKvHeads, kDim, kDim / 2, 1, native::kNoQkNorm, native::kSilu,
-                  1e-5f, 0.2f, 0, 1, 1, 1, 0};
+    TinyModel(Layout layout, int threads, int64_t page_size) : format_(layout.format), page_size_(page_size) {
+        for (auto& layer : layers_) {
+            const bool routed = layout.experts > 0 && &layer == layers_;
+            const int64_t experts = routed ? layout.experts : 1;
+            layer = {matrix(kQkv, kHidden), matrix(kHidden, kHeads * kDim), matrix(experts * 2 * kInner, kHidden),
+                     matrix(experts * kHidden, kInner), routed ? plain_matrix(experts, kHidden) : native::Matrix{},
+                     {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr}, 1};
+        }
+        shape_ = {kHidden, kVocab, kLayers, layout.experts, layout.experts > 0 ? 2 : 0, 1, kHeads, kKvHeads, kDim,
+                  kDim / 2, 1, native::kNoQkNorm, native::kSilu, 1e-5f, 0.2f, 0, 1, 1, 1, 0};
         const native::Matrix head = matrix(kVocab, kHidden);
         weights_ = {layers_, nullptr, head, head, norm_.data()};
         const int status = native_create(&shape_, &weights_, std::is_same_v<T, native::Bf16>, threads, &handle_);
@@ -91,6 +101,9 @@ template <class T> class TinyModel {
             grouped_.emplace_back(format_, n, k, (unsigned)grouped_.size());
             return grouped_.back().matrix();
         }
+        return plain_matrix(n, k);
+    }
+    native::Matrix plain_matrix(int64_t n, int64_t k) {
         held_.push_back(packed(random_values<T>(n * k, (unsigned)held_.size()), n, k));
         return {n, k, nullptr, {{held_.back().data(), n, native::kPlain}}};
     }
@@ -115,8 +128,8 @@ inline std::vector<int64_t> tokens(int64_t count, int64_t first) {
 
 // The prompt in chunks of so many tokens, after as many other sequences, of which each wants another number of rows.
 template <class T>
-std::vector<float> logits_of(native::Format format, int64_t chunk, int64_t others, int threads, int64_t page_size) {
-    TinyModel<T> model(format, threads, page_size);
+std::vector<float> logits_of(Layout layout, int64_t chunk, int64_t others, int threads, int64_t page_size) {
+    TinyModel<T> model(layout, threads, page_size);
     std::vector<float> logits;
     constexpr int64_t kLength = 90;
     for (int64_t start = 0; start < kLength; start += chunk) {
@@ -130,23 +143,23 @@ std::vector<float> logits_of(native::Format format, int64_t chunk, int64_t other
     return {logits.end() - model.kWidth, logits.end() - model.kWidth + model.kVocab};
 }
 
-template <class T> void check_bits(native::Format format) {
-    const std::vector<float> alone = logits_of<T>(format, 90, 0, 1, 16);
+template <class T> void check_bits(Layout layout) {
+    const std::vector<float> alone = logits_of<T>(layout, 90, 0, 1, 16);
     for (float logit : alone) expect(std::isfinite(logit), "finite logits");
-    expect(logits_of<T>(format, 90, 5, 3, 16) == alone, "bits beside five others");
-    expect(logits_of<T>(format, 37, 0, 2, 16) == alone, "bits of a prompt in chunks");
-    expect(logits_of<T>(format, 37, 2, 2, 16) == alone, "bits of a prompt in chunks beside two others");
-    expect(logits_of<T>(format, 90, 1, 2, 5) == alone, "bits of pages of another size");
+    expect(logits_of<T>(layout, 90, 5, 3, 16) == alone, "bits beside five others");
+    expect(logits_of<T>(layout, 37, 0, 2, 16) == alone, "bits of a prompt in chunks");
+    expect(logits_of<T>(layout, 37, 2, 2, 16) == alone, "bits of a prompt in chunks beside two others");
+    expect(logits_of<T>(layout, 90, 1, 2, 5) == alone, "bits of pages of another size");
 }
 
 // Whichever allocation of a step fails, the step says so or does without, and is right when it is done again.
-template <class T> void check_short_memory(native::Format format, int64_t page_size) {
+template <class T> void check_short_memory(Layout layout, int64_t page_size) {
     const std::vector<std::vector<int64_t>> ids{tokens(70, 1), tokens(1, 2), tokens(33, 3)};
     std::vector<float> expected, found;
-    TinyModel<T>(format, 2, page_size).step(ids, 0, expected);
+    TinyModel<T>(layout, 2, page_size).step(ids, 0, expected);
     int64_t failures = 0;
     for (int64_t allocation = 0;; allocation++) {
-        TinyModel<T> model(format, 2, page_size);
+        TinyModel<T> model(layout, 2, page_size);
         allocations_left = allocation;
         const int status = model.step(ids, 0, found);
         const bool failed = allocations_left < 0;
@@ -160,13 +173,15 @@ template <class T> void check_short_memory(native::Format format, int64_t page_s
 }
 
 inline void check_decoder() {
-    for (native::Format format : {native::kPlain, native::kFourMin, native::kEight}) {
-        check_bits<float>(format);
-        check_bits<native::Bf16>(format);
-        check_short_memory<float>(format, 16);
-        check_short_memory<native::Bf16>(format, 5);
-    }
-    check_short_memory<float>(native::kPlain, 5);
-    check_short_memory<native::Bf16>(native::kPlain, 16);
+    for (native::Format format : {native::kPlain, native::kFourMin, native::kEight})
+        for (int64_t experts : {0, 5}) {
+            const Layout layout{format, experts};
+            check_bits<float>(layout);
+            check_bits<native::Bf16>(layout);
+            check_short_memory<float>(layout, 16);
+            check_short_memory<native::Bf16>(layout, 5);
+        }
+    check_short_memory<float>({native::kPlain}, 5);
+    check_short_memory<native::Bf16>({native::kPlain}, 16);
     std::puts("steps are right, also without memory");
 }

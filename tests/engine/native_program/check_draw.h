@@ -155,7 +155,7 @@ inline void check_undecided(TinyModel<float>& model) {
 inline void check_draw() {
     check_gumbel();
     for (int threads : {1, 3}) {
-        TinyModel<float> model(native::kPlain, threads, 16);
+        TinyModel<float> model({native::kPlain}, threads, 16);
         check_draws(model);
         check_undecided(model);
     }

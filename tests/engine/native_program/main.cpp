@@ -5,6 +5,7 @@
 #include "check_draw.h"
 #include "check_exp2.h"
 #include "check_pack.h"
+#include "check_routing.h"
 
 void* operator new(size_t size) { return allocate(size, 16); }
 void* operator new(size_t size, std::align_val_t alignment) { return allocate(size, (size_t)alignment); }
@@ -27,6 +28,7 @@ int main() {
     check_products();
     check_pack();
     check_attention();
+    check_routing();
     check_draw();
     check_decoder();
 }

@@ -5,6 +5,7 @@
 #include "attend_pages.h"
 #include "draw.h"
 #include "packed_step.h"
+#include "routing.h"
 
 namespace native {
 
@@ -19,13 +20,18 @@ template <class T> class Decoder final : public AnyDecoder {
   public:
     Decoder(const Shape& shape, const Weights& weights, int threads)
         : shape_(shape), weights_(weights), layers_(weights.layers, weights.layers + shape.layers), scratch_(threads),
+          routing_(shape.experts, shape.experts_used, padded(shape.experts)),
           team_(threads, [this](Member& me, const Job& job) { forward(me, job); }) {
         group_ = shape.heads / shape.kv_heads;
         hidden_ = padded(shape.hidden);
         attended_ = padded(shape.heads * shape.head_dim);
         qkv_ = padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim);
-        inner_ = padded(shape.inner);
-        groups_ = groups_of(std::max({shape.hidden, shape.inner, shape.heads * shape.head_dim}));
+        int64_t longest = std::max(shape.hidden, shape.heads * shape.head_dim);
+        for (const Layer& layer : layers_) {
+            longest = std::max(longest, layer.down.k);
+            gated_width_ = std::max(gated_width_, (layer.router.n > 0 ? shape.experts_used : 1) * padded(layer.down.k));
+        }
+        groups_ = groups_of(longest);
         for (Scratch& scratch : scratch_) scratch.product.rounded.resize(kFew * groups_);
         for (Scratch& scratch : scratch_)
             scratch.attention.reserve(group_ * kQueries, shape.head_dim, shape.head_dim);
@@ -72,8 +78,12 @@ template <class T> class Decoder final : public AnyDecoder {
         grow(projected_, tokens * qkv_);
         grow(queries_, tokens * attended_);
         grow(mixed_, tokens * attended_);
-        grow(gated_, tokens * inner_);
-        grow(rounded_, tokens * groups_);
+        grow(gated_, tokens * gated_width_);
+        const int64_t slots = tokens * shape_.experts_used;
+        grow(gathered_, slots * hidden_);
+        grow(parts_, slots * hidden_);
+        grow(rounded_, std::max(tokens, slots) * groups_);
+        routing_.reserve(tokens);
         found_.assign(scratch_.size() * step.wanted, ArgMax{});
     }
     template <class V> static void grow(std::vector<V>& buffer, int64_t size) {
@@ -98,13 +108,86 @@ template <class T> class Decoder final : public AnyDecoder {
             if (rows == 0) return;
             add(me, rows, mixed_, attended_, layer.out, layer.norms.after_attention);
             prepare(me, rows, layer.norms.before_mlp);
+            if (layer.router.n > 0) {
+                add_experts(me, rows, layer);
+                continue;
+            }
             const Matrix& gate_up = layer.gate_up;
+            const int64_t inner = padded(layer.down.k);
             product(me, normed_, hidden_, rows, gate_up, [&](int64_t row, int64_t p, float* c) {
-                gate(&gated_[row * inner_ + p * kPanel / 2], c, gate_up.bias, p);
+                gate(&gated_[row * inner + p * kPanel / 2], c, gate_up.bias, p);
             });
-            add(me, rows, gated_, inner_, layer.down, layer.norms.after_mlp);
+            add(me, rows, gated_, inner, layer.down, layer.norms.after_mlp);
         }
         head(me, job.wanted);
+    }
+
+    // Adds to the residual stream what the chosen experts of each row compute. A row's sum is in the order of its
+    // choice, so it is bitwise the same in any batch.
+    void add_experts(Member& me, int64_t rows, const Layer& layer) {
+        const Matrix &gate_up = layer.gate_up, &down = layer.down;
+        const int64_t used = shape_.experts_used, slots = rows * used, inner = padded(down.k);
+        product(me, normed_, hidden_, rows, layer.router, [&](int64_t row, int64_t p, float* c) {
+            put(routing_.logits(row) + p * kPanel, c, nullptr, p);
+        });
+        me.each(rows, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++) routing_.choose(row, shape_.experts_normalised != 0);
+        });
+        me.each(1, [&](int64_t, int64_t) { routing_.assign(rows); });
+        me.each(slots, [&](int64_t first, int64_t last) {
+            for (int64_t slot = first; slot < last; slot++) gather(slot, gate_up);
+        });
+        expert_product(me, rows, gathered_, hidden_, gate_up, [&](int64_t slot, int64_t p, float* c) {
+            gate(&gated_[slot * inner + p * kPanel / 2], c, nullptr, p);
+        });
+        if (!down.plain())
+            me.each(slots, [&](int64_t first, int64_t last) {
+                for (int64_t slot = first; slot < last; slot++)
+                    round_row(&gated_[slot * inner], down.k, &rounded_[slot * groups_of(down.k)]);
+            });
+        expert_product(me, rows, gated_, inner, down, [&](int64_t slot, int64_t p, float* c) {
+            put(&parts_[slot * hidden_ + p * kPanel], c, nullptr, p);
+        });
+        me.each(rows, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++) {
+                sum_parts(row);
+                join(row, layer.norms.after_mlp);
+            }
+        });
+    }
+
+    // Copies a slot's row to the rows of its expert, as int8 if the experts are of integers.
+    __attribute__((noinline)) void gather(int64_t slot, const Matrix& w) {
+        const A* row = &normed_[routing_.row(slot) * hidden_];
+        if (w.plain()) {
+            std::copy(row, row + hidden_, &gathered_[slot * hidden_]);
+        } else {
+            round_row(row, w.k, &rounded_[slot * groups_of(w.k)]);
+        }
+    }
+
+    // Calls done(slot, panel, sums) for each slot and each panel of its expert in w.
+    template <class F>
+    void expert_product(Member& me, int64_t rows, const std::vector<A>& a, int64_t lda, const Matrix& w, const F& done) {
+        const int64_t panels = panels_of(w.n) / shape_.experts;
+        const int64_t total = std::min(rows * shape_.experts_used, shape_.experts) * panels;
+        me.each(total, [&](int64_t first, int64_t last) {
+            routing_.share_out(first, last, total, panels, [&](int64_t expert, int64_t from, int64_t to) {
+                const int64_t slot = routing_.first(expert), before = expert * panels;
+                multiply_panels<T>(a.data() + slot * lda, lda, rounded_.data() + slot * groups_of(w.k),
+                                   routing_.count(expert), w, before + from, before + to, scratch_[me.id].product,
+                                   [&](int64_t row, int64_t p, float* c) { done(slot + row, p - before, c); });
+            });
+        });
+    }
+
+    __attribute__((noinline)) void sum_parts(int64_t row) {
+        for (int64_t i = 0; i < hidden_; i += 16) {
+            F16 total{};
+            for (int64_t choice = 0; choice < shape_.experts_used; choice++)
+                total += load_f(&parts_[routing_.slot(row, choice) * hidden_ + i]) * routing_.share(row, choice);
+            store(&branch_[row * hidden_ + i], total);
+        }
     }
 
     void draw_rows(Member& me, int64_t rows) {
@@ -186,13 +269,17 @@ template <class T> class Decoder final : public AnyDecoder {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
         });
         me.each(rows, [&](int64_t first, int64_t last) {
-            for (int64_t row = first; row < last; row++) {
-                float* x = &branch_[row * hidden_];
-                const float scale = inverse_rms(x, shape_.hidden, shape_.eps);
-                for (int64_t i = 0; i < hidden_; i += 16) store(x + i, load_f(x + i) * scale * load_f(norm + i));
-                onto(&stream_[row * hidden_], x, hidden_);
-            }
+            for (int64_t row = first; row < last; row++) join(row, norm);
         });
+    }
+    // Adds a row of the branch to the residual stream, normalised if there is a norm.
+    __attribute__((noinline)) void join(int64_t row, const float* norm) {
+        float* x = &branch_[row * hidden_];
+        if (norm != nullptr) {
+            const float scale = inverse_rms(x, shape_.hidden, shape_.eps);
+            for (int64_t i = 0; i < hidden_; i += 16) store(x + i, load_f(x + i) * scale * load_f(norm + i));
+        }
+        onto(&stream_[row * hidden_], x, hidden_);
     }
     void onto(float* to, const float* x, int64_t count) {
         for (int64_t i = 0; i < count; i += 16) store(to + i, load_f(to + i) + load_f(x + i) * shape_.residual_scale);
@@ -310,13 +397,17 @@ template <class T> class Decoder final : public AnyDecoder {
     const std::vector<Layer> layers_;
     std::vector<Scratch> scratch_;
     int64_t group_;  // query heads of a key head
-    int64_t hidden_, attended_, qkv_, inner_;  // widths in whole panels
-    int64_t groups_;                           // of the longest row
+    int64_t hidden_, attended_, qkv_;  // widths in whole panels
+    int64_t gated_width_ = 0;          // of all of a token's rows between gate_up and down
+    int64_t groups_;                   // of the longest row
     Step step_{};
     DrawCall draw_{};
     PackedStep packed_;
     std::vector<float> stream_, branch_, projected_;
     std::vector<A> normed_, queries_, mixed_, gated_;
+    Routing routing_;
+    std::vector<A> gathered_;            // [slots]: the rows of each expert
+    std::vector<float> parts_;           // [slots]: what the experts compute
     std::vector<RoundedBlock> rounded_;  // many rows of a product's input
     std::vector<ArgMax> found_;          // [threads][wanted]
     Team<Job> team_;  // last: its threads use all of the above

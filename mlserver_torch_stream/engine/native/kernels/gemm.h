@@ -305,6 +305,14 @@ template <class Out> void put_sums(Out* row, int64_t outputs, int64_t p, const f
     for (int i = 0; i < kPanel; i += 16) store_as(row + first + i, load_f(sums + i));
 }
 
+// Computes the products of some rows with some panels of w. The rows are in `a`, or if w is of integers in `rounded`.
+template <class T>
+void multiply_panels(const Factor<T>* a, int64_t lda, const RoundedBlock* rounded, int64_t rows, const Matrix& w,
+                     int64_t first, int64_t last, ProductScratch& scratch, const Done& done) {
+    if (w.plain()) return multiply_dense_panels<T>(a, lda, rows, w, first, last, scratch, done);
+    multiply_grouped_panels(rounded, rows, w, first, last, scratch, done);
+}
+
 constexpr int64_t kTeamWork = 1 << 18;  // multiplications that are worth starting a team, which takes microseconds
 
 // Computes out[rows][w.n] = a[rows][w.k] x w + bias, on `threads` threads of the pool, or on the caller's if there is
@@ -337,11 +345,7 @@ void multiply_rows(const Matrix& w, const T* a, int64_t rows, Out* out, Parallel
         static thread_local std::unique_ptr<ProductScratch> scratch;  // its memory stays warm from layer to layer
         if (scratch == nullptr) scratch = std::make_unique<ProductScratch>();
         pieces.run(i, [&](int64_t first, int64_t last) {
-            if (w.plain()) {
-                multiply_dense_panels<T>(factors, w.k, rows, w, first, last, *scratch, done);
-            } else {
-                multiply_grouped_panels(rounded.data(), rows, w, first, last, *scratch, done);
-            }
+            multiply_panels<T>(factors, w.k, rounded.data(), rows, w, first, last, *scratch, done);
         });
     });
 }

@@ -9,7 +9,8 @@ enum QkNorm { kNoQkNorm, kPerHead, kWhole };
 enum Activation { kSilu, kGeluTanh };
 
 struct Shape {
-    int64_t hidden, inner, vocab, layers;
+    int64_t hidden, vocab, layers;
+    int64_t experts, experts_used, experts_normalised;  // of each layer with a router; normalised: shares sum to 1
     int64_t heads, kv_heads, head_dim, rotated_half, ropes;  // rotated_half: rotated dimensions / 2
     int64_t qk_norm, activation;
     float eps, attention_scale, attention_cap;
@@ -21,7 +22,9 @@ struct Norms {  // weights in float32, padded to whole panels; null: no such nor
 };
 
 struct Layer {
-    Matrix qkv, out, gate_up, down;  // gate_up: panels of 16 gates and their 16 ups
+    Matrix qkv, out;
+    Matrix gate_up, down;  // of all experts, each in whole panels. gate_up: panels of 16 gates and their 16 ups
+    Matrix router;         // n is 0: the layer has one expert, which computes all rows
     Norms norms;
     int64_t rope;  // 1 for the first one; 0: this layer has no positions
 };
