@@ -225,6 +225,10 @@ def test_the_summary_of_a_load_names_the_forward_and_why(
     ("does", "told"),
     [
         ('echo "x.cpp:1: error: no such CPU" >&2; exit 1', "ended with status 1: x.cpp:1: error: no such CPU"),
+        (
+            'echo "ld: final link failed: No space left on device\ncollect2: error: ld returned 1" >&2; exit 1',
+            "ended with status 1: ld: final link failed: No space left on device",
+        ),
         ("exit 3", "ended with status 3: it printed no error"),
         ("kill -9 $$", "was killed by SIGKILL: it printed no error"),
         ('echo "cannot exec cc1plus" >&2; exit 1', "ended with status 1: cannot exec cc1plus"),
@@ -252,6 +256,15 @@ def test_a_cache_folder_that_cannot_be_written_costs_a_warning(
     blocked.write_text("")
     assert compiled_library(blocked, open_library).native_step
     assert "for this start only" in caplog.text and "cannot be written" in caplog.text
+
+
+def test_a_cache_folder_on_a_full_disk_costs_a_warning(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiling, "_ROOM", 2**60)  # more than any disk has
+    assert compiled_library(tmp_path, open_library).native_step
+    assert "for this start only" in caplog.text and "free" in caplog.text
+    assert not kept(tmp_path)
 
 
 def test_other_flags_sources_or_cpus_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.failures import Unsuitable
 from mlserver_torch_stream.engine.kept_files import keep, keep_newest, kept_files
 from mlserver_torch_stream.engine.stage_log import stage
@@ -30,6 +31,7 @@ MAX_LIBRARIES = 8  # in one cache folder: of a few versions of this package and 
 SOURCES = Path(__file__).parent / "kernels"
 THIS_CPU = ("-march=native",)
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+_ROOM = 4 * 2**20  # free bytes; a library takes half a MiB
 _SECONDS = 600.0  # a compilation takes about 10 s on a quiet core
 
 T = TypeVar("T")
@@ -126,7 +128,9 @@ def _workplace(folder: Path) -> tempfile.TemporaryDirectory[str]:
     """Returns a folder beside the kept libraries (a rename can move a library there), or else a temporary folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
+        if (free := shutil.disk_usage(folder).free) >= _ROOM:
+            return tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-")
+        why = f"the disk of the cache folder {folder} has only {format_bytes(free)} free"
     except OSError as error:
         why = f"the cache folder {folder} cannot be written: {error.strerror}"
     try:
@@ -157,6 +161,7 @@ def _run(command: list[str], seconds: float) -> str:
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         said = [line.strip() for line in complaints.splitlines() if line.strip()]
-        message = next((line for line in said if "error" in line), said[0] if said else "it printed no error")
+        errors = [line for line in said if "error" in line or "failed" in line]  # the linker's reason has no "error"
+        message = next(iter((*errors, *said)), "it printed no error")
         raise NoKernels(f"the compiler {compiler} {how}: {message[:300]}")
     return printed
