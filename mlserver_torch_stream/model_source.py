@@ -15,6 +15,8 @@ EMBEDDED_SCHEME = "embedded://"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")  # of a folder's model, apart from GGUF files
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -26,6 +28,11 @@ class ModelSource:
     @property
     def name(self) -> str:
         return Path(self.location).stem if self.kind == "gguf" else Path(self.location).name
+
+
+def is_hub_id(name: str) -> bool:
+    """Returns whether a name, perhaps with ``hf://``, can be that of a repository of the hub."""
+    return _HUB_NAME.fullmatch(name.removeprefix("hf://")) is not None
 
 
 def find_path(path: str, source_folder: str | None) -> Path | None:
@@ -74,9 +81,11 @@ def _file_source(path: Path) -> ModelSource:
 
 
 def _folder_source(folder: Path) -> ModelSource:
-    if (folder / "config.json").is_file():
-        return ModelSource("folder", str(folder))
     files = sorted(folder.glob("*.gguf"))
+    # A repository of GGUF files can have a config.json, too.
+    has_weights = not files or any(path.suffix in _WEIGHTS for path in folder.iterdir())
+    if (folder / "config.json").is_file() and has_weights:
+        return ModelSource("folder", str(folder))
     if len(files) == 1:
         return ModelSource("gguf", str(files[0]))
     if files:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from mlserver_torch_stream.did_you_mean import did_you_mean_or_known
 from mlserver_torch_stream.engine_settings import READ_HERE_TOO, EngineSettings
 from mlserver_torch_stream.errors import SettingsError
-from mlserver_torch_stream.model_source import ModelSource, find_path, resolve_source
+from mlserver_torch_stream.model_source import ModelSource, find_path, is_hub_id, resolve_source
 
 ENV_PREFIX = "MLSERVER_MODEL_"
 ENV_EXTRA = "MLSERVER_MODEL_EXTRA"
@@ -176,6 +176,8 @@ def _read_files(values: dict[str, Any], source_folder: str | None) -> None:
     tokenizer = values.get("tokenizer")
     if isinstance(tokenizer, str):
         path = find_path(tokenizer, source_folder)
+        if path is None and not is_hub_id(tokenizer):
+            raise SettingsError(f"parameters.extra.tokenizer: no such folder: {tokenizer}; write a hub id as org/name")
         values["tokenizer"] = str(path) if path else tokenizer.removeprefix("hf://")
 
 

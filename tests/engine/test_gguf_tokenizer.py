@@ -11,16 +11,18 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from mlserver_torch_stream.engine.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.tokenizer_files import loader_of
 from mlserver_torch_stream.errors import LoadFailed
 
 BYTE_LEVEL = ["<s>", "</s>", *bytes_to_unicode().values(), "12", "Ġ1", "abc"]
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
 
 
-def write(path: Path, model: str, tokens: Sequence[str], **keys: Any) -> Path:
+def write(path: Path, model: str, tokens: Sequence[str], architecture: str = "llama", **keys: Any) -> Path:
     """Writes a file that has only a tokenizer. ``keys`` are those under ``tokenizer.ggml``."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
@@ -67,6 +69,16 @@ def test_tokenizer_files_beside_the_file_are_not_read(tmp_path: Path) -> None:
     load_gguf_tokenizer(sentencepiece(tmp_path / "other.gguf")).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").is_file()
     assert load_gguf_tokenizer(file).tokenize("abc 12") == ["a", "b", "c", "Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_a_conversion_cuts_text_as_the_file_says_and_not_as_its_family(architecture: str, tmp_path: Path) -> None:
+    """Models of one architecture can have the vocabulary of another family."""
+    file = byte_level(tmp_path / "m.gguf", architecture=architecture, pre="dbrx")
+    assert load_gguf_tokenizer(file).tokenize("abc 12") == ["a", "b", "c", "Ġ", "12"]
+    load_gguf_tokenizer(file).save_pretrained(tmp_path)
+    again = loader_of(tmp_path).from_pretrained(tmp_path, config=plain_config({"model_type": architecture}))
+    assert again.tokenize("abc 12") == ["a", "b", "c", "Ġ", "12"]
 
 
 @pytest.mark.parametrize(("keys", "said"), [({"pre": "grok-2"}, "is 'grok-2', which is not"), ({}, "pre is missing")])

@@ -244,6 +244,10 @@ def test_the_summary_of_a_load_names_the_forward_and_why(
     ("does", "told"),
     [
         ('echo "x.cpp:1: error: no such CPU" >&2; exit 1', "ended with status 1: x.cpp:1: error: no such CPU"),
+        (
+            'echo "ld: final link failed: No space left on device\ncollect2: error: ld returned 1" >&2; exit 1',
+            "ended with status 1: ld: final link failed: No space left on device",
+        ),
         ("exit 3", "ended with status 3: it printed no error"),
         ("kill -9 $$", "was killed by SIGKILL: it printed no error"),
         ('echo "cannot exec cc1plus" >&2; exit 1', "ended with status 1: cannot exec cc1plus"),

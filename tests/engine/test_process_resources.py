@@ -26,6 +26,7 @@ from mlserver_torch_stream.engine.watchdog import FairLock
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters, TextPrompt, TokenEvent
+from mlserver_torch_stream.work_threads import Cancellation, in_thread
 from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tokens_of, watched
 from tests.engine.tiny import tiny_model as make
 
@@ -72,6 +73,24 @@ def test_models_are_built_one_after_the_other(
         engine.give_back()
         engine.shutdown()
     assert building == [1, 0, 1, 0]
+
+
+def test_a_load_that_waits_for_another_can_be_cancelled() -> None:
+    resources, cancellation = ProcessResources(), Cancellation()
+
+    def load() -> None:
+        with resources.loading_alone():
+            pass
+
+    async def cancelled() -> bool:
+        with resources.loading_alone():
+            waiting = in_thread(load, cancellation)
+            cancellation.cancel()
+            await asyncio.wait([waiting], timeout=10)
+        return waiting.cancelled()
+
+    assert asyncio.run(cancelled())
+    load()
 
 
 def test_what_was_asked_for_is_given_and_counted() -> None:

@@ -25,8 +25,8 @@ def test_names_that_are_no_paths(uri: str, kind: str, location: str) -> None:
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    (tmp_path / "model.gguf").touch()
+    for name in ("config.json", "model.safetensors", "model.gguf"):
+        (tmp_path / name).touch()
     expected = ModelSource("folder", str(tmp_path))
     assert resolve_source(str(tmp_path)) == resolve_source(f"file://{tmp_path}") == expected
 
@@ -34,6 +34,8 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     assert resolve_source(str(tmp_path)) == resolve_source(str(tmp_path / "a.gguf"))
+    assert resolve_source(str(tmp_path)).name == "a"
+    (tmp_path / "config.json").touch()  # as in some repositories of GGUF files
     assert resolve_source(str(tmp_path)).name == "a"
     (tmp_path / "b.gguf").touch()
     with pytest.raises(SettingsError, match=r"several .gguf files .*\(a.gguf, b.gguf\): name one"):

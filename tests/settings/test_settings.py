@@ -227,6 +227,13 @@ def test_strings_are_read_as_what_a_key_wants() -> None:
         parse_settings(extra={**given, "max_model_len": "many"}, environ={})
 
 
+def test_a_tokenizer_that_is_neither_a_folder_nor_a_hub_id_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"extra\.tokenizer: no such folder: /nowhere; write a hub id"):
+        parse_settings(EMBEDDED, {"tokenizer": "/nowhere"}, environ={})
+    for hub_id in ("gpt2", "hf://org/name"):
+        assert parse_settings(EMBEDDED, {"tokenizer": hub_id}, environ={}).settings.tokenizer in ("gpt2", "org/name")
+
+
 @pytest.mark.parametrize("value", [0, -1.0, "soon", None])
 def test_the_time_of_a_step_is_a_positive_number_of_seconds(value: object) -> None:
     with pytest.raises(SettingsError, match=r"parameters\.extra\.step_timeout"):

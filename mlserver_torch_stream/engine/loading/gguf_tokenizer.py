@@ -44,7 +44,8 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     """
     metadata, _ = read_gguf_metadata(str(gguf_file))
     cut = _way_to_cut(metadata)
-    by_file = metadata.get("general.architecture") in _NOT_BY_AUTO
+    # The class of a family, such as Qwen's, would cut text in the family's way when a conversion is loaded.
+    by_file = cut is not None or metadata.get("general.architecture") in _NOT_BY_AUTO
     loader = PreTrainedTokenizerFast if by_file else AutoTokenizer
     with _folder_of(gguf_file) as folder:
         tokenizer = loader.from_pretrained(folder, gguf_file=gguf_file.name)

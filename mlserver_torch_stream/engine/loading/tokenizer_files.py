@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, attempt
@@ -37,8 +37,9 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             return load_gguf_tokenizer(files.gguf_file)
         _check_charsmap(place / "tokenizer.json")
         known = {} if settings.tokenizer is not None else _plain_config(place)
+        converted = settings.tokenizer is None and resolved.source.kind in ("gguf", "embedded")
         try:
-            return AutoTokenizer.from_pretrained(
+            return (loader_of(place) if converted else AutoTokenizer).from_pretrained(
                 settings.tokenizer or files.location,
                 **known,
                 revision=(settings.revision if settings.tokenizer is None else None) or "main",
@@ -54,6 +55,18 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
     if settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     return tokenizer
+
+
+def loader_of(converted: Path) -> Any:
+    """Returns the class that loads the tokenizer of a converted GGUF file.
+
+    For some families AutoTokenizer uses the family's class, whatever class the folder names.
+    """
+    try:
+        named = json.loads((converted / "tokenizer_config.json").read_bytes())["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError):  # the load reports the error
+        return AutoTokenizer
+    return PreTrainedTokenizerFast if named == PreTrainedTokenizerFast.__name__ else AutoTokenizer
 
 
 def _plain_config(folder: Path) -> dict[str, PreTrainedConfig]:

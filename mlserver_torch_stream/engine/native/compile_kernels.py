@@ -189,6 +189,7 @@ def _run(command: list[str], seconds: float) -> str:
     if status:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         said = [line.strip() for line in complaints.splitlines() if line.strip()]
-        message = next((line for line in said if "error" in line), said[0] if said else "it printed no error")
+        errors = [line for line in said if "error" in line or "failed" in line]  # the linker's reason has no "error"
+        message = next(iter((*errors, *said)), "it printed no error")
         raise NoKernels(f"the compiler {compiler} {how}: {message[:300]}")
     return printed
