@@ -36,10 +36,11 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
 
             return load_gguf_tokenizer(files.gguf_file)
         _check_charsmap(place / "tokenizer.json")
-        known = {} if settings.tokenizer is not None else _plain_config(place)
-        converted = settings.tokenizer is None and resolved.source.kind in ("gguf", "embedded")
+        own = settings.tokenizer is None
+        loader = loader_of(place) if own and resolved.source.kind in ("gguf", "embedded") else AutoTokenizer
+        known = _plain_config(place) if own and loader is AutoTokenizer else {}
         try:
-            return (loader_of(place) if converted else AutoTokenizer).from_pretrained(
+            return loader.from_pretrained(
                 settings.tokenizer or files.location,
                 **known,
                 revision=(settings.revision if settings.tokenizer is None else None) or "main",
