@@ -134,7 +134,7 @@ def to_remove(path: Path) -> Iterator[None]:
 
 
 def keep_newest(folder: Path, pattern: str, count: int) -> None:
-    """Removes abandoned folders, and all files of this pattern except the newest ``count`` and those that are held."""
+    """Removes abandoned folders, and the files of this pattern that no process holds, except the newest ``count``."""
     ages = {}
     for path in folder.glob(pattern):
         with suppress(OSError):  # another process has just removed it

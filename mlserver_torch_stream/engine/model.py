@@ -167,7 +167,7 @@ class _Recording:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the files are those of the key. If they have changed, the load may have read old and new ones."""
+        """Whether the files are still those of the key; if not, the load may have read old files and new ones."""
         return self.stamps() == self.first_stamps
 
 

@@ -204,8 +204,8 @@ def mapped_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
     return tensors
 
 
-# What files call the tensors of single experts: by the end of the parameter that has those of all experts of a layer,
-# their place in families that name them alike, and the parts that the parameter has of each expert.
+# Checkpoints have a tensor for each matrix of each expert; transformers stacks these tensors in one parameter for a
+# layer. By the end of the parameter's name: under which modules families keep their experts, and the matrices' names.
 _EXPERTS = {
     "mlp.experts.gate_up_proj": (
         ("mlp.experts", ("gate_proj", "up_proj")),
