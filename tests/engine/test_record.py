@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.checks import record
+from mlserver_torch_stream.engine.fingerprint import checksum
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
@@ -144,6 +146,24 @@ def test_a_record_that_cannot_be_trusted_is_proved_anew(
     again, counts = loaded(model, cache)
     assert counts == {reason: 1}
     assert torch.equal(logits(again), logits(proved))
+
+
+def test_a_wrong_byte_of_a_large_record_is_found(model: Path, cache: Path) -> None:
+    """The norms of a model of 8 billion parameters take more than 1 MiB."""
+    loaded(model, cache)
+    (first,) = records(cache)
+    key = record.RecordKey(*first.stem.split("-")[:4])
+    proved = record.read_record(key, cache)
+    assert isinstance(proved, record.ProvedLoad)
+    first.unlink()
+    own = {**proved.plan.own, "large": torch.zeros(2**20)}
+    record.write_record(key, replace(proved, plan=replace(proved.plan, own=own)), cache)
+    (large,) = records(cache)
+    content, samples = bytearray(large.read_bytes()), checksum(large)
+    content[(len(content) - 4096) * 128 // 255 + 8192] ^= 1
+    large.write_bytes(content)
+    assert checksum(large) == samples
+    assert record.read_record(key, cache) is record.Anew.DAMAGED and not records(cache)
 
 
 def test_a_record_that_was_renamed_is_not_used(model: Path, cache: Path, tmp_path: Path) -> None:
