@@ -196,6 +196,14 @@ def train_on_and_keep_the_times(model: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert path.stat().st_size == before.st_size
 
 
+def edit_a_config_and_keep_its_size_and_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model / "config.json"
+    before, text = config.stat(), config.read_text()
+    config.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-01'))
+    os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert config.read_text() != text and config.stat().st_size == before.st_size
+
+
 def change_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_code", lambda: "other")
 
@@ -210,6 +218,7 @@ def change_chip(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (touch_weights, "weights"),
         (touch_config, "weights"),
         (train_on_and_keep_the_times, "weights"),
+        (edit_a_config_and_keep_its_size_and_time, "weights"),
         (change_code, "code"),
         (change_chip, "chip"),
     ],

@@ -122,7 +122,9 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
     """
     library, variant = open_kernels(kernels.cache_dir, checksum)
     source = resolved.source
-    stamps = [file_stamps(resolved), file_stamps(resolved, folder), [(file.name, checksum(file)) for file in files]]
+    # A layer of an image may give all files one time, and an edit of a config may keep its size.
+    contents = [(file.name, checksum(file)) for file in (*files, *sorted(folder.glob("*config.json")))]
+    stamps = [file_stamps(resolved), file_stamps(resolved, folder), contents]
     versions = [module.__version__ for module in (torch, transformers, safetensors, tokenizers)]
     return RecordKey(
         place=_digest(source.kind, source.location, shaping_settings(resolved), length_setting(resolved, str(folder))),
