@@ -74,14 +74,14 @@ class PanelsFile:
                 with made.open("wb") as file:
                     file.write(panels.numpy().data)
                     file.write(self._stem.encode())
+                # Before the look for another server's file, because that server could map its file in these seconds.
+                digest = _digest(map_file(made), kernels, threads)
                 other = self.read(len(panels), kernels, threads)
                 if other is not None and torch.equal(other, panels):  # of a server that packed at the same time
                     return other
                 del other  # with its lock
                 # The digest of each load covers all bytes, so the load need not wait until the disk has them.
-                kept = keep(
-                    made, self.folder, self._stem, lambda path: _digest(map_file(path), kernels, threads), False
-                )
+                kept = keep(made, self.folder, self._stem, lambda path: digest, False)
             if kept is None:
                 return None
             self._forget_others(kept)
