@@ -129,6 +129,20 @@ def test_panels_that_a_server_maps_are_neither_removed_nor_replaced(
     assert len(panels(cache)) == 1 and file not in panels(cache)
 
 
+def test_panels_of_other_code_go_once_no_server_maps_them(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During a rolling upgrade the old server maps its panels while the new one packs; later starts only read."""
+    old, _ = loaded(model, cache, weights="packed")
+    monkeypatch.setattr(panels_file, "_layout", lambda: "other")
+    new, _ = loaded(model, cache, weights="packed")
+    assert len(panels(cache)) == 2
+    del old, new
+    _again, counts = loaded(model, cache, weights="packed")
+    (file,) = panels(cache)
+    assert not counts and "-other-" in file.name and str(file) in mappings()
+
+
 def test_panels_that_another_server_keeps_while_this_one_writes_are_not_replaced(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
