@@ -8,6 +8,7 @@ import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -15,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.fingerprint import checksum
+from mlserver_torch_stream.engine.loading import gguf as converting
 from mlserver_torch_stream.engine.loading.gguf import converted_folder
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
@@ -98,6 +100,23 @@ def test_what_a_killed_process_left_is_neither_used_nor_kept(gguf_file: Path, tm
     assert converted_folder(gguf_file, tmp_path) == target
     AutoModelForCausalLM.from_pretrained(target)
     assert not orphan.exists()
+
+
+def test_a_file_that_is_replaced_while_it_is_converted_is_not_kept_as_the_former_one(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a conversion is made from the content before; with the former file, a later load would find it."""
+    file = Path(shutil.copy(gguf_file, tmp_path / "tiny.gguf"))
+    read_tokenizer = converting.load_gguf_tokenizer
+
+    def replaced_before(path: Path) -> Any:
+        write_tiny_gguf(tmp_path / "other.gguf", seed=1).replace(path)
+        return read_tokenizer(path)
+
+    monkeypatch.setattr(converting, "load_gguf_tokenizer", replaced_before)
+    with pytest.raises(LoadFailed, match=r"cannot load .*tiny.gguf: it has changed while it was converted"):
+        load(file, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def test_conversions_that_nobody_uses_do_not_stay_for_ever(gguf_file: Path, tmp_path: Path) -> None:

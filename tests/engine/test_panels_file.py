@@ -7,10 +7,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mlserver_torch_stream.engine.model import PreparedModel
 from mlserver_torch_stream.engine.native import panels_file
 from mlserver_torch_stream.engine.native.weights import Packer
 from tests.engine.full_disk import max_file_bytes
@@ -125,6 +127,39 @@ def test_panels_that_a_server_maps_are_neither_removed_nor_replaced(
     monkeypatch.setattr(panels_file, "_layout", lambda: "third")
     loaded(model, cache, weights="packed")
     assert len(panels(cache)) == 1 and file not in panels(cache)
+
+
+def test_panels_of_other_code_go_once_no_server_maps_them(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During a rolling upgrade the old server maps its panels while the new one packs; later starts only read."""
+    old, _ = loaded(model, cache, weights="packed")
+    monkeypatch.setattr(panels_file, "_layout", lambda: "other")
+    new, _ = loaded(model, cache, weights="packed")
+    assert len(panels(cache)) == 2
+    del old, new
+    _again, counts = loaded(model, cache, weights="packed")
+    (file,) = panels(cache)
+    assert not counts and "-other-" in file.name and str(file) in mappings()
+
+
+def test_panels_that_another_server_keeps_while_this_one_writes_are_not_replaced(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that start together pack for the same time; the digest of the panels takes seconds."""
+    digest = panels_file._digest
+    others: list[PreparedModel] = []
+
+    def while_another_server_starts(*args: Any) -> str:
+        monkeypatch.setattr(panels_file, "_digest", digest)
+        others.append(loaded(model, cache, weights="packed")[0])
+        return digest(*args)
+
+    monkeypatch.setattr(panels_file, "_digest", while_another_server_starts)
+    first, _ = loaded(model, cache, weights="packed")
+    assert len(others) == len(panels(cache)) == 1
+    assert "(deleted)" not in "".join(line for line in mappings().splitlines() if str(cache) in line)
+    assert torch.equal(logits(first), logits(others[0]))
 
 
 def test_files_that_cannot_be_removed_do_not_keep_a_load_from_its_panels(model: Path, cache: Path) -> None:

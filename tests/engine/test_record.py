@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.checks import record
+from mlserver_torch_stream.engine.fingerprint import checksum
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
@@ -146,6 +148,24 @@ def test_a_record_that_cannot_be_trusted_is_proved_anew(
     assert torch.equal(logits(again), logits(proved))
 
 
+def test_a_wrong_byte_of_a_large_record_is_found(model: Path, cache: Path) -> None:
+    """The norms of a model of 8 billion parameters take more than 1 MiB."""
+    loaded(model, cache)
+    (first,) = records(cache)
+    key = record.RecordKey(*first.stem.split("-")[:4])
+    proved = record.read_record(key, cache)
+    assert isinstance(proved, record.ProvedLoad)
+    first.unlink()
+    own = {**proved.plan.own, "large": torch.zeros(2**20)}
+    record.write_record(key, replace(proved, plan=replace(proved.plan, own=own)), cache)
+    (large,) = records(cache)
+    content, samples = bytearray(large.read_bytes()), checksum(large)
+    content[(len(content) - 4096) * 128 // 255 + 8192] ^= 1
+    large.write_bytes(content)
+    assert checksum(large) == samples
+    assert record.read_record(key, cache) is record.Anew.DAMAGED and not records(cache)
+
+
 def test_a_record_that_was_renamed_is_not_used(model: Path, cache: Path, tmp_path: Path) -> None:
     """A renamed record keeps its owner, its mode and its checksum, and a model of the same shapes would load it."""
     loaded(model, cache)
@@ -176,6 +196,14 @@ def train_on_and_keep_the_times(model: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert path.stat().st_size == before.st_size
 
 
+def edit_a_config_and_keep_its_size_and_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model / "config.json"
+    before, text = config.stat(), config.read_text()
+    config.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-01'))
+    os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert config.read_text() != text and config.stat().st_size == before.st_size
+
+
 def change_code(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_code", lambda: "other")
 
@@ -190,6 +218,7 @@ def change_chip(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (touch_weights, "weights"),
         (touch_config, "weights"),
         (train_on_and_keep_the_times, "weights"),
+        (edit_a_config_and_keep_its_size_and_time, "weights"),
         (change_code, "code"),
         (change_chip, "chip"),
     ],

@@ -122,7 +122,9 @@ def record_key(resolved: ResolvedSettings, folder: Path, files: Iterable[Path], 
     """
     library, variant = open_kernels(kernels.cache_dir, checksum)
     source = resolved.source
-    stamps = [file_stamps(resolved), file_stamps(resolved, folder), [(file.name, checksum(file)) for file in files]]
+    # A layer of an image may give all files one time, and an edit of a config may keep its size.
+    contents = [(file.name, checksum(file)) for file in (*files, *sorted(folder.glob("*config.json")))]
+    stamps = [file_stamps(resolved), file_stamps(resolved, folder), contents]
     versions = [module.__version__ for module in (torch, transformers, safetensors, tokenizers)]
     return RecordKey(
         place=_digest(source.kind, source.location, shaping_settings(resolved), length_setting(resolved, str(folder))),
@@ -136,7 +138,7 @@ def read_record(key: RecordKey, cache_dir: Path) -> ProvedLoad | RefusedKernels 
     """Returns the results of an earlier load's checks, or the reason why this load has to be checked."""
     folder = cache_dir / _FOLDER
     found = sorted(folder.glob(f"{key.stem}-*{_SUFFIX}"))
-    for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}"):
+    for path in kept_files(folder, f"{key.stem}-*{_SUFFIX}", _digest_of_all):
         try:
             proved = _decode(key, path)
         except Exception as error:  # a file that was written by another version, or not by this package
@@ -161,7 +163,7 @@ def write_record(key: RecordKey, result: ProvedLoad | RefusedKernels, cache_dir:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as place:
             made = Path(place, f"record{_SUFFIX}")
             made.write_bytes(content)
-            keep(made, folder, key.stem)
+            keep(made, folder, key.stem, _digest_of_all)
         keep_newest(folder, f"*{_SUFFIX}", MAX_RECORDS)
     except NotRecordable as error:
         logger.info("The checks of this load are not recorded: %s", error)
@@ -271,6 +273,11 @@ def _reason(key: RecordKey, folder: Path, found: Sequence[Path]) -> Anew:
 
 def _digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_all(record: Path) -> str:
+    """Returns a digest of all bytes: the samples of ``checksum`` would miss damage to a record of more than 1 MiB."""
+    return hashlib.blake2b(record.read_bytes(), digest_size=8).hexdigest()
 
 
 @cache

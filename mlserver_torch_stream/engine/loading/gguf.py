@@ -71,6 +71,7 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
     With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
 
     Logs one warning and returns None if the cache cannot be written; then the caller loads the file with ``load_gguf``.
+    Raises LoadFailed if the file cannot be converted, or has changed meanwhile.
     """
     if (kept := kept_folder(gguf_file, cache_dir, dtype, packed)) is not None:
         return kept
@@ -191,6 +192,8 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
                 _forget_quantization(model)
                 model.save_pretrained(folder)
             _seal(Path(folder))
+        if _target(gguf_file, target.parent, dtype, packed) != target:
+            raise LoadFailed("it has changed while it was converted")
         for path in Path(folder).iterdir():  # an image that root builds can run as another user
             path.chmod(0o644)
         os.chmod(folder, 0o755)

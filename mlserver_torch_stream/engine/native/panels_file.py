@@ -54,6 +54,7 @@ class PanelsFile:
         for path in kept_files(self.folder, f"{self._stem}-*{PANELS_SUFFIX}", digest):
             panels, stem = mapped[path][:size], mapped[path][size:]
             if bytes(stem.tolist()) == self._stem.encode():  # else it has been renamed
+                self._forget_others(path, f"{self.model}-{self.weights}-")  # a server of other code had mapped them
                 return panels
         return None
 
@@ -74,14 +75,14 @@ class PanelsFile:
                 with made.open("wb") as file:
                     file.write(panels.numpy().data)
                     file.write(self._stem.encode())
+                # Before the look for another server's file, because that server could map its file in these seconds.
+                digest = _digest(map_file(made), kernels, threads)
                 other = self.read(len(panels), kernels, threads)
                 if other is not None and torch.equal(other, panels):  # of a server that packed at the same time
                     return other
                 del other  # with its lock
                 # The digest of each load covers all bytes, so the load need not wait until the disk has them.
-                kept = keep(
-                    made, self.folder, self._stem, lambda path: _digest(map_file(path), kernels, threads), False
-                )
+                kept = keep(made, self.folder, self._stem, lambda path: digest, False)
             if kept is None:
                 return None
             self._forget_others(kept)
@@ -94,13 +95,13 @@ class PanelsFile:
     def _stem(self) -> str:
         return f"{self.model}-{self.weights}-{_layout()}"
 
-    def _forget_others(self, kept: Path) -> None:
-        for path in self.folder.glob(f"*{PANELS_SUFFIX}"):
+    def _forget_others(self, kept: Path, prefix: str = "") -> None:
+        for path in {*self.folder.glob(f"{prefix}*{PANELS_SUFFIX}")} - {kept}:
             with suppress(OSError):  # a server maps it, another user owns it, or it has just been removed
-                same_model = path.name.startswith(f"{self.model}-") and path != kept
                 status = path.stat()
                 # No load writes a time of use: in an image's layer that would copy the whole file.
-                if same_model or max(status.st_atime, status.st_mtime) < time.time() - _UNUSED_S:
+                unused = max(status.st_atime, status.st_mtime) < time.time() - _UNUSED_S
+                if unused or path.name.startswith(f"{self.model}-"):
                     with to_remove(path):
                         path.unlink()
 
