@@ -89,9 +89,9 @@ class SequenceState:
 
     @property
     def splits_character(self) -> bool:
-        """Whether the next event waits for tokens that complete a character; false before the first event."""
+        """Whether the next event is due but waits for the rest of a character; false before the first event."""
         new = len(self.tokens) - self._shown
-        return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._writer.incomplete
+        return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._is_due and self._writer.incomplete
 
     @property
     def matcher(self) -> TokenMatcher | None:
