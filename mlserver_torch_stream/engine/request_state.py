@@ -290,11 +290,6 @@ class RequestState:
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
 
-    @property
-    def final_length(self) -> int:
-        """The maximum number of tokens of each sequence, prompt included."""
-        return len(self.prompt) + self.max_tokens
-
     def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
         """Sets the whole prompt of an open request and the maximum length of its sequences.
 
