@@ -106,7 +106,7 @@ def choose_batcher(
     batcher = make()
     description = (
         f"{_describe_forward(settings, prepared, choice)}, "
-        f"up to {settings.max_num_seqs} sequences at a time, KV cache {format_bytes(limits.cache_bytes)} "
+        f"up to {limits.max_num_seqs} sequences at a time, KV cache {format_bytes(limits.cache_bytes)} "
         f"({origin or f'a share of what is free: {host.memory_origin}'}) in pages of {spec.page_size} tokens"
     )
     return BatcherChoice(make, batcher, context, description, choice.forward.attention_name)

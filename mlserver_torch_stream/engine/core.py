@@ -431,6 +431,8 @@ class EngineCore:
     def _step(self) -> bool:
         lock = self._fair_lock
         with nullcontext(0) if lock is None else lock.held_by(self._batcher.progress) as others:
+            if others and self._poll():  # takes in what came while this thread waited
+                return True  # the loop looks again, and ends
             self._batcher.takes_turns_with(others)
             began = time.monotonic()
             self._batcher.progress.at("a step")

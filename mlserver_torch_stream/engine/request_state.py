@@ -89,9 +89,9 @@ class SequenceState:
 
     @property
     def splits_character(self) -> bool:
-        """Whether the next event waits for tokens that complete a character; false before the first event."""
+        """Whether the next event is due but waits for the rest of a character; false before the first event."""
         new = len(self.tokens) - self._shown
-        return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._writer.incomplete
+        return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._is_due and self._writer.incomplete
 
     @property
     def matcher(self) -> TokenMatcher | None:
@@ -289,11 +289,6 @@ class RequestState:
         """The maximum number of tokens of one answer: the request's own limit, or the rest of the context."""
         room = self.max_model_len - len(self.prompt)
         return room if self.params.max_tokens is None else min(self.params.max_tokens, room)
-
-    @property
-    def final_length(self) -> int:
-        """The maximum number of tokens of each sequence, prompt included."""
-        return len(self.prompt) + self.max_tokens
 
     def seal(self, prompt_ids: Ids[int], max_model_len: int) -> None:
         """Sets the whole prompt of an open request and the maximum length of its sequences.

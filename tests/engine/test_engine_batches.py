@@ -288,7 +288,7 @@ def test_characters_of_several_streams_do_not_keep_a_prompt_out(
 
 
 @pytest.mark.long
-def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
+def test_a_prompt_or_a_preempted_sequence_that_has_waited_for_long_gets_a_larger_share_of_a_step(
     model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
 ) -> None:
     """Decoding takes 40 ms, twice the target, so a prompt gets a quarter of that time at first, at 1 ms a token."""
@@ -299,10 +299,13 @@ def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
         request = RequestState(EngineRequest(prompt, greedy(count)), mailbox, codec, (), LONG)
         request.whole_at -= age
         batcher.add(request)
-        while len(request.sequences[0].tokens) < min(count, 10):
+        step_until(request, min(count, 10))
+        return request
+
+    def step_until(request: RequestState, tokens: int) -> None:
+        while len(request.sequences[0].tokens) < tokens:
             with torch.inference_mode():
                 batcher.step(lambda sequences: None, lambda: False, lambda: None)
-        return request
 
     def take_time(call: list[list[int]]) -> None:
         clock.now += 0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1)
@@ -315,6 +318,14 @@ def test_a_prompt_that_has_waited_for_long_gets_a_larger_share_of_a_step(
         add(prompt_of(200, seed), 1, age)
         steps.append(len(watch.calls))
     assert steps[2] < 0.7 * steps[1]
+    preempted = add(prompt_of(200, 4), 500)
+    for age in (0.0, 1000.0):
+        watch.calls.clear()
+        batcher._scheduler.restarts.recompute(preempted.sequences)
+        clock.now += age
+        step_until(preempted, len(preempted.sequences[0].tokens) + 1)
+        steps.append(len(watch.calls))
+    assert steps[4] < 0.7 * steps[3]
     assert not stream.finished
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.watchdog import FairLock
 from tests.engine.tiny import (
     Watch,
     decodes,
@@ -85,6 +86,23 @@ def test_close_while_waiting(model: PreTrainedModel) -> None:
         await until(lambda: idle(engine), "an idle engine")
 
     run_with_engine(scenario, model, max_num_seqs=1, context=LONG)
+
+
+def test_a_stream_that_is_closed_while_its_engine_waits_for_the_device_is_not_computed(model: PreTrainedModel) -> None:
+    """And a request that comes in that time is in the engine's next step."""
+    expected, lock = reference(model, prompt_of(4, 1), 3), FairLock()
+
+    async def scenario(engine: EngineCore) -> None:
+        with lock:
+            leaver = engine.submit([EngineRequest(prompt_of(5), greedy(3))])
+            await until(lambda: bool(lock._waiting), "the engine that waits")
+            late = asyncio.create_task(tokens_of(engine, prompt_of(4, 1), greedy(3)))
+            await asyncio.sleep(0)  # it is submitted
+            leaver.close()
+        assert await late == expected
+        assert engine.stats().prefill_tokens == 4
+
+    run_with_engine(scenario, model, fair_lock=lock)
 
 
 def test_close_while_a_long_prompt_is_prefilled(model: PreTrainedModel, watch: Watch) -> None:

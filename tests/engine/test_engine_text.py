@@ -176,6 +176,30 @@ def test_an_event_is_due_after_its_time_or_its_tokens(monkeypatch: pytest.Monkey
     assert sizes == [1, 0, 0, 0, 0, 5, 0, 0, 0, 4, 0, 2, 0, 2, 0, 2, 0, 2, 0]
 
 
+@pytest.mark.parametrize(
+    ("interval", "waits"),
+    [((1, math.inf), "...xx.xx."), ((9, math.inf), "........."), ((9, 0.15), "....x..x.")],
+    ids=["each token", "nine tokens", "or a time"],
+)
+def test_the_rest_of_a_character_is_waited_for_only_when_an_event_is_due(
+    monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop, interval: tuple[int, float], waits: str
+) -> None:
+    """Steps then keep prompts out; a token takes 0.1 s."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    given = EngineRequest(prompt_of(3), greedy(50))
+    mailbox = Mailbox(loop, 1, lambda mailbox: None)
+    request = RequestState(given, mailbox, CODEC, (), 100, event_interval=interval)
+    sequence, found = request.sequences[0], ""
+    for token in spelled("日本語"):
+        now += 0.1
+        sequence.accept(token, None)
+        sequence.write()
+        sequence.take_events()
+        found += "x" if sequence.splits_character else "."
+    assert found == waits
+
+
 def test_tokens_within_an_interval_come_with_an_end_from_outside(model: PreTrainedModel, watch: Watch) -> None:
     """A time limit ends the answer after its first event and before the second."""
 

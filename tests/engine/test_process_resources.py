@@ -27,7 +27,7 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters, TextPrompt, TokenEvent
 from mlserver_torch_stream.work_threads import Cancellation, in_thread
-from tests.engine.tiny import collect, greedy, prompt_of, reference, run, running, tokens_of, watched
+from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, running, tokens_of, watched
 from tests.engine.tiny import tiny_model as make
 
 GIB = 2**30
@@ -279,3 +279,14 @@ def test_a_small_cache_shortens_the_context(tiny_model: Path) -> None:
         assert len(run(tokens_of(engine.engine, (5,) * (longest - 3), greedy(50)))) == 3
     finally:
         engine.shutdown()
+
+
+def test_the_summary_names_the_sequences_for_whose_states_there_is_memory(tmp_path: Path) -> None:
+    make("lfm2").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    one = built(tmp_path, ProcessResources(), kv_cache_memory="16KiB")
+    batcher = one.engine._batcher
+    one.shutdown()
+    assert isinstance(batcher, ContinuousBatcher)
+    slots = batcher._scheduler.limits.max_num_seqs
+    assert slots < 32 and f"up to {slots} sequences at a time" in one.summary

@@ -510,6 +510,15 @@ def test_what_can_never_run_is_refused_with_a_reason() -> None:
     assert scheduler.refusal(8, 1, 16) is not None
 
 
+def test_a_request_for_no_token_is_admitted_if_its_prompt_fits() -> None:
+    """Its sequences share all pages. It would otherwise wait for ever, and all later requests behind it."""
+    scheduler = engine_of(pages=3).scheduler
+    request = request_of(prompt_of(12), 0, n=3)
+    assert scheduler.refusal(3, 12, 12) is None
+    scheduler.add(request)
+    assert scheduler.schedule().prompt_tokens == 12
+
+
 # --- failures and drafts ---
 
 

@@ -388,8 +388,9 @@ class ScheduledSequence:
         return [max(0, pages - held) for pages, held in zip(most, self.pages.held, strict=True)]
 
     def needed_with_forks(self, limits: SchedulerLimits) -> list[int]:
-        """Returns ``needed`` plus one page of each group for each fork, because a fork copies a page."""
-        return [pages + len(self.forks) for pages in self.needed(limits)]
+        """Returns ``needed`` plus one page of each group for each fork that gets tokens, because it copies a page."""
+        copies = len(self.forks) if self.request.max_tokens else 0
+        return [pages + copies for pages in self.needed(limits)]
 
     def look_up(self) -> None:
         """Takes pages from the prefix cache for all tokens except the last one, because its logits are needed.

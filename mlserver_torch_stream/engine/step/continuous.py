@@ -243,9 +243,9 @@ class ContinuousBatcher(Batcher):
         now, waited, spent = time.monotonic(), 0.0, 0.0
         for scheduled in self._scheduler.admitted:
             sequence = scheduled.sequence
-            if not sequence.tokens:
+            if not scheduled.decodes:
                 waited = max(waited, now - sequence.waits_since)
-            elif self._kept_out < _CHARACTER_STEPS and sequence.splits_character and scheduled.decodes:
+            elif self._kept_out < _CHARACTER_STEPS and sequence.splits_character:
                 spent = max(spent, now - sequence.waits_since)
         target = self._step_target / (1 + self._others)
         return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)
