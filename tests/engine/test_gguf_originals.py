@@ -26,6 +26,7 @@ from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.gguf_originals import CONTEXT, ORIGINALS, make_original, write_original
 from tests.engine.page_book import prefilled
+from tests.engine.tiny_gguf import TOKENS
 
 Change = Callable[[gguf.GGUFWriter], None]
 
@@ -249,6 +250,20 @@ def test_every_token_that_the_file_says_ends_an_answer_does(tmp_path: Path) -> N
     change = with_key("tokenizer.ggml.eot_token_id", 5)
     file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
     assert load_gguf(file, "float32").generation_config.eos_token_id == [1, 5]
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(gguf.TokenType.CONTROL, [5, 1]), (gguf.TokenType.NORMAL, 5)])
+def test_a_control_token_that_ends_a_turn_ends_an_answer_though_no_key_names_it(
+    kind: int, ends: Any, tmp_path: Path
+) -> None:
+    """For example ``<|end|>``, the second token here: files of Phi name only ``<|endoftext|>``."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        with_key("tokenizer.ggml.token_type", [int(kind)] * len(TOKENS))(writer)
+        with_key("tokenizer.ggml.eos_token_id", 5)(writer)
+
+    file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
+    assert load_gguf(file, "float32").generation_config.eos_token_id == ends
 
 
 def test_a_bias_of_some_modules_alone_is_zero_in_the_others(tmp_path: Path) -> None:

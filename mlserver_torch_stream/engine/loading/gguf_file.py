@@ -7,7 +7,7 @@ tensor. The module is imported only when a file is read: the package gguf takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +94,15 @@ class GgufFile:
         if value is None or (isinstance(value, int) and 0 <= value < tokens):
             return value
         raise LoadFailed(f"the key {name} is {str(value)[:80]}, which is not one of the file's {tokens:,} token ids")
+
+    def control_tokens(self, texts: Container[str]) -> list[int]:
+        """Returns the ids of the control tokens that are written as one of ``texts``."""
+        tokens, kinds = (self._contents(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+        if not isinstance(tokens, list) or not isinstance(kinds, list):
+            return []
+        ids = range(self.shape("token_embd.weight")[0])
+        known = zip(ids, tokens, kinds, strict=False)
+        return [number for number, token, kind in known if kind == gguf.TokenType.CONTROL and token in texts]
 
     def tensor(self, name: str) -> gguf.ReaderTensor | None:
         """Returns a tensor and marks it as used; None if the file does not have it."""
