@@ -45,6 +45,12 @@ def sentencepiece(path: Path, **keys: Any) -> Path:
     return write(path, "llama", PIECES, scores=scores, bos_token_id=1, eos_token_id=2, unknown_token_id=0, **keys)
 
 
+def reloaded(tokenizer: Any, folder: Path) -> Any:
+    """Returns the tokenizer as a later start loads it from the conversion."""
+    tokenizer.save_pretrained(folder)
+    return loader_of(folder).from_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("pre", "tokens"),
     [
@@ -107,5 +113,7 @@ def test_a_text_begins_with_the_token_that_the_file_asks_for(
 @pytest.mark.parametrize(("space", "tokens"), [(True, ["▁ab", "▁a"]), (False, ["ab", "▁a"])])
 def test_a_space_before_the_text_is_added_if_the_file_says_so(space: bool, tokens: list[str], tmp_path: Path) -> None:
     tokenizer = load_gguf_tokenizer(sentencepiece(tmp_path / "m.gguf", add_space_prefix=space))
-    assert tokenizer.tokenize("ab a") == tokens
-    assert tokenizer.decode(tokenizer("ab a")["input_ids"], skip_special_tokens=True) == "ab a"
+    for each in (tokenizer, reloaded(tokenizer, tmp_path)):
+        assert each.tokenize("ab a") == tokens
+        assert each.tokenize("<s>ab a</s>ab a") == ["<s>", *tokens, "</s>", *tokens], "after a special token, too"
+        assert each.decode(each("ab a")["input_ids"], skip_special_tokens=True) == "ab a"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, decoders, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -33,8 +33,6 @@ _WHOLE_PIECES = frozenset(
 )
 _OWN_SPACES = ("gemma", "gemma2", "gemma3", "phi3")  # architectures whose spaces transformers' reader handles
 
-_NOT_BY_AUTO = ("smollm3",)  # AutoTokenizer cannot read their config; the tokenizer comes from the file alone
-
 
 def load_gguf_tokenizer(gguf_file: Path) -> Any:
     """Loads the tokenizer. Raises LoadFailed if the file names an unknown pre-tokenizer.
@@ -44,11 +42,9 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     """
     metadata, _ = read_gguf_metadata(str(gguf_file))
     cut = _way_to_cut(metadata)
-    # The class of a family, such as Qwen's, would cut text in the family's way when a conversion is loaded.
-    by_file = cut is not None or metadata.get("general.architecture") in _NOT_BY_AUTO
-    loader = PreTrainedTokenizerFast if by_file else AutoTokenizer
     with _folder_of(gguf_file) as folder:
-        tokenizer = loader.from_pretrained(folder, gguf_file=gguf_file.name)
+        # Classes of families, such as Qwen's and Llama's, would cut text in their own way when a conversion is loaded.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=gguf_file.name)
     for role, key in _SPECIAL_TOKENS.items():
         if _KEY + key in metadata:
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))
@@ -59,9 +55,12 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     if cut in _WHOLE_PIECES:
         backend.model.ignore_merges = True
         tokenizer.add_bos_token = bool(metadata.get(f"{_KEY}add_bos_token", True))
-    if _adds_no_space(metadata):
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if metadata.get(f"{_KEY}model") == "llama" and metadata.get("general.architecture") not in _OWN_SPACES:
+        # As in llama.cpp, a space is added after each special token, too, such as the BOS that a chat template writes.
+        adds = metadata.get(f"{_KEY}add_space_prefix") is not False
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if adds else "never", split=False)
+        if not adds:
+            backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -86,9 +85,3 @@ def _way_to_cut(metadata: Mapping[str, Any]) -> str | None:
     if cut not in (*_AS_GPT2, *_SINGLE_DIGITS, *GGUF_PRE_TOKENIZER_SPLITS):
         raise LoadFailed(f"the key {_KEY}pre is {cut!r}, which is not supported here")
     return str(cut)
-
-
-def _adds_no_space(metadata: Mapping[str, Any]) -> bool:
-    """Returns whether a SentencePiece vocabulary adds no space before the text."""
-    own = metadata.get(f"{_KEY}model") == "llama" and metadata.get("general.architecture") not in _OWN_SPACES
-    return own and metadata.get(f"{_KEY}add_space_prefix") is False
