@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import read_gguf_metadata
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from mlserver_torch_stream.errors import LoadFailed
 
 _KEY = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type: tokens that are found whole in a text
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -40,11 +43,13 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     The special tokens are set from the file's ids, because transformers 5.17 uses ``<|im_start|>`` as SmolLM2's end of
     text.
     """
-    metadata, _ = read_gguf_metadata(str(gguf_file))
+    metadata, _ = read_gguf_metadata(str(gguf_file), (f"{_KEY}tokens",))
     cut = _way_to_cut(metadata)
     with _folder_of(gguf_file) as folder:
         # Classes of families, such as Qwen's and Llama's, would cut text in their own way when a conversion is loaded.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=gguf_file.name)
+    if cut is not None:
+        _restore_spelling(tokenizer, metadata)
     for role, key in _SPECIAL_TOKENS.items():
         if _KEY + key in metadata:
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))
@@ -62,6 +67,36 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
         if not adds:
             backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
+
+
+def _restore_spelling(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
+    """Makes the special tokens of a byte-level vocabulary whole tokens also if they are not ASCII, as DeepSeek's.
+
+    transformers writes such tokens as bytes, and then finds them in no text. It also adds tokens of its own, for which the
+    model has no weights.
+    """
+    tokens, kinds = metadata[f"{_KEY}tokens"], metadata.get(f"{_KEY}token_type") or ()
+    spelling = bytes_to_unicode()
+    alphabet = set(spelling.values())
+    lost = [
+        (number, token, kind)
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (_CONTROL, _USER_DEFINED) and not alphabet.issuperset(token)
+    ]
+    if not lost and max(tokenizer.added_tokens_decoder, default=0) < len(tokens):
+        return
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary, added = state["model"]["vocab"], state["added_tokens"]
+    merged = {part for first, second in state["model"]["merges"] for part in (first, second, first + second)}
+    added[:] = [token for token in added if token["id"] < len(tokens)]
+    for number, token, kind in lost:
+        written = "".join(spelling[byte] for byte in token.encode())
+        if vocabulary.get(written) == number and written not in merged:
+            vocabulary[token] = vocabulary.pop(written)
+            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            added.append({"id": number, "content": token, "special": kind == _CONTROL, **flags})
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.update_post_processor()  # which contains the id of BOS
 
 
 @contextmanager
