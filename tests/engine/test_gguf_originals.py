@@ -17,10 +17,11 @@ from mlserver_torch_stream.engine.checks.decoder_check import check_packed, veri
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
-from mlserver_torch_stream.engine.loading.gguf import load_gguf
+from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.tokenizer_files import loader_of
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed
@@ -213,6 +214,17 @@ def test_a_file_of_an_architecture_that_transformers_does_not_know_has_its_own_t
     usual, own = tokenizers
     assert own.backend_tokenizer.to_str() == usual.backend_tokenizer.to_str()
     assert (own.bos_token_id, own.eos_token_id, own.chat_template) == (0, 1, usual.chat_template)
+
+
+def test_a_template_for_conversations_with_tools_is_used_for_them(tmp_path: Path) -> None:
+    """As files of Hermes models have it; their other template ignores tools."""
+    change = with_key("tokenizer.chat_template.tool_use", "{{ tools }}")
+    file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
+    folder = converted_folder(file, tmp_path / "cache")
+    assert folder is not None
+    for tokenizer in (load_gguf_tokenizer(file), loader_of(folder).from_pretrained(folder)):
+        assert tokenizer.get_chat_template(tools=[{}]) == "{{ tools }}"
+        assert "<|start|>" in tokenizer.get_chat_template()
 
 
 @pytest.mark.parametrize("case", REFUSED)

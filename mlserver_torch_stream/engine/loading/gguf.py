@@ -186,7 +186,8 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
                 else:
                     model = load_gguf(gguf_file, dtype)
         with stage(logger, f"Writing the converted {name}"), os_errors():
-            tokenizer.save_pretrained(folder)
+            # Several templates go into the config: transformers would write a folder of them, which has no checksum.
+            tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
             if not packed:
                 _forget_quantization(model)
                 model.save_pretrained(folder)

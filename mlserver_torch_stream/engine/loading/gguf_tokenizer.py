@@ -19,6 +19,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 _KEY = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type: tokens that are found whole in a text
+_TEMPLATES = "tokenizer.chat_template."  # the keys of templates that have a name
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -53,6 +54,10 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     for role, key in _SPECIAL_TOKENS.items():
         if _KEY + key in metadata:
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))
+    named = {key.removeprefix(_TEMPLATES): text for key, text in metadata.items() if key.startswith(_TEMPLATES)}
+    if named:
+        usual = tokenizer.chat_template or named.get("tool_use")
+        tokenizer.chat_template = named if usual is None else {"default": usual, **named}
     backend = tokenizer.backend_tokenizer
     if cut in _SINGLE_DIGITS:
         digits = pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated")
@@ -72,8 +77,8 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
 def _restore_spelling(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
     """Makes the special tokens of a byte-level vocabulary whole tokens also if they are not ASCII, as DeepSeek's.
 
-    transformers writes such tokens as bytes, and then finds them in no text. It also adds tokens of its own, for which the
-    model has no weights.
+    transformers writes such tokens as bytes, and then finds them in no text. It also adds tokens that the file does not
+    have, for which the model has no weights.
     """
     tokens, kinds = metadata[f"{_KEY}tokens"], metadata.get(f"{_KEY}token_type") or ()
     spelling = bytes_to_unicode()
