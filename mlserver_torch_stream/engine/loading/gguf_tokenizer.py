@@ -54,6 +54,7 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     for role, key in _SPECIAL_TOKENS.items():
         if _KEY + key in metadata:
             setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(metadata[_KEY + key])))
+    tokenizer.update_post_processor()  # which has the ids of BOS and EOS
     named = {key.removeprefix(_TEMPLATES): text for key, text in metadata.items() if key.startswith(_TEMPLATES)}
     if named:
         usual = tokenizer.chat_template or named.get("tool_use")
@@ -101,7 +102,6 @@ def _restore_spelling(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
             flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
             added.append({"id": number, "content": token, "special": kind == _CONTROL, **flags})
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.update_post_processor()  # which contains the id of BOS
 
 
 @contextmanager
