@@ -52,7 +52,7 @@ def test_it_answers_a_question_and_starts_in_seconds_the_second_time(tmp_path: P
     reply = loaded.model.generate(**ids, max_new_tokens=32, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
     assert "Paris" in loaded.tokenizer.decode(reply)
     assert reply[-1] in loaded.eos_token_ids, "it ends its answer itself"
-    assert loaded.tokenizer.convert_ids_to_tokens(list(loaded.eos_token_ids)) == ["<|im_end|>"]
+    assert loaded.tokenizer.convert_ids_to_tokens(list(loaded.eos_token_ids)) == ["<|im_end|>", "<|endoftext|>"]
     assert loaded.max_model_len == 8192
     assert loaded.default_sampling == {}
     assert loaded.description.startswith(f"{NAME} (llama, 134.5M parameters, bfloat16) on ")

@@ -17,15 +17,17 @@ from mlserver_torch_stream.engine.checks.decoder_check import check_packed, veri
 from mlserver_torch_stream.engine.checks.logits import ExpectedLogits
 from mlserver_torch_stream.engine.config_fields import settle_positions
 from mlserver_torch_stream.engine.failures import NotPacked
-from mlserver_torch_stream.engine.loading.gguf import load_gguf
+from mlserver_torch_stream.engine.loading.gguf import converted_folder, load_gguf
 from mlserver_torch_stream.engine.loading.gguf_model import loads_by_transformers
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
+from mlserver_torch_stream.engine.loading.tokenizer_files import loader_of
 from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
 from mlserver_torch_stream.engine.native.structure import read_decoder
 from mlserver_torch_stream.errors import LoadFailed
 from tests.engine.gguf_originals import CONTEXT, ORIGINALS, make_original, write_original
 from tests.engine.page_book import prefilled
+from tests.engine.tiny_gguf import TOKENS
 
 Change = Callable[[gguf.GGUFWriter], None]
 
@@ -214,6 +216,17 @@ def test_a_file_of_an_architecture_that_transformers_does_not_know_has_its_own_t
     assert (own.bos_token_id, own.eos_token_id, own.chat_template) == (0, 1, usual.chat_template)
 
 
+def test_a_template_for_conversations_with_tools_is_used_for_them(tmp_path: Path) -> None:
+    """As files of Hermes models have it; their other template ignores tools."""
+    change = with_key("tokenizer.chat_template.tool_use", "{{ tools }}")
+    file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
+    folder = converted_folder(file, tmp_path / "cache")
+    assert folder is not None
+    for tokenizer in (load_gguf_tokenizer(file), loader_of(folder).from_pretrained(folder)):
+        assert tokenizer.get_chat_template(tools=[{}]) == "{{ tools }}"
+        assert "<|start|>" in tokenizer.get_chat_template()
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_missing_or_not_known_is_refused_by_name(case: str, tmp_path: Path) -> None:
     name, change, said = REFUSED[case]
@@ -249,6 +262,20 @@ def test_every_token_that_the_file_says_ends_an_answer_does(tmp_path: Path) -> N
     change = with_key("tokenizer.ggml.eot_token_id", 5)
     file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
     assert load_gguf(file, "float32").generation_config.eos_token_id == [1, 5]
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(gguf.TokenType.CONTROL, [5, 1]), (gguf.TokenType.NORMAL, 5)])
+def test_a_control_token_that_ends_a_turn_ends_an_answer_though_no_key_names_it(
+    kind: int, ends: Any, tmp_path: Path
+) -> None:
+    """For example ``<|end|>``, the second token here: files of Phi name only ``<|endoftext|>``."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        with_key("tokenizer.ggml.token_type", [int(kind)] * len(TOKENS))(writer)
+        with_key("tokenizer.ggml.eos_token_id", 5)(writer)
+
+    file = write_original(make_original("llama"), tmp_path / "m.gguf", change=change)
+    assert load_gguf(file, "float32").generation_config.eos_token_id == ends
 
 
 def test_a_bias_of_some_modules_alone_is_zero_in_the_others(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import re
 import shutil
 import socket
 import struct
+import sys
 from pathlib import Path
 
+import gguf
 import pytest
 from huggingface_hub import constants
 from transformers import BartConfig, BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM, T5Config, ViTConfig
@@ -95,6 +97,31 @@ def test_a_gguf_file_with_more_layers_than_tensors_is_refused(tmp_path: Path, ex
     file.write_bytes(data)
     said = refusal(file, tmp_path / "cache", **extra)
     assert re.search("llama.block_count is 10000000, .* 2 blocks", said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(31, "in Q4_0_4_4, which"), (139, "in the format with the number 139, which")]
+)
+def test_a_gguf_file_in_a_format_that_is_not_known_is_not_called_damaged(tmp_path: Path, kind: int, says: str) -> None:
+    """Such as those that llama.cpp has removed, and those of its forks."""
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    data = bytearray(file.read_bytes())
+    name = b"blk.0.attn_q.weight"
+    place = data.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions, and two sizes
+    data[place : place + 4] = struct.pack("<I", kind)
+    file.write_bytes(data)
+    said = refusal(file, tmp_path / "cache")
+    assert f"it has tensors {says} is not supported" in said and "damaged" not in said
+
+
+def test_a_gguf_file_in_another_byte_order_is_refused_with_the_program_that_converts_it(tmp_path: Path) -> None:
+    other = gguf.GGUFEndian.BIG if sys.byteorder == "little" else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", endianess=other)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert f"run 'gguf-convert-endian {tmp_path}/m.gguf native'" in refusal(tmp_path / "m.gguf", tmp_path / "cache")
 
 
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, kernel_cache: Path) -> None:

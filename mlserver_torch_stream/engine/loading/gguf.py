@@ -38,7 +38,7 @@ from mlserver_torch_stream.errors import LoadFailed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4  # version of the converted folders; folders of older versions are no longer used
+FORMAT = 5  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
 _HEADER_BYTES = 2**24  # a vocabulary of 262,000 tokens and its keys take 11 MB
 UNUSED_SECONDS = 30 * 24 * 3600.0  # conversions unused for so long are deleted: each transformers version has its own
@@ -187,7 +187,8 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
                 else:
                     model = load_gguf(gguf_file, dtype)
         with stage(logger, f"Writing the converted {name}"), os_errors():
-            tokenizer.save_pretrained(folder)
+            # Several templates go into the config: transformers would write a folder of them, which has no checksum.
+            tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
             if not packed:
                 _forget_quantization(model)
                 model.save_pretrained(folder)

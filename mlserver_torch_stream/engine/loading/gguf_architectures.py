@@ -15,6 +15,14 @@ from mlserver_torch_stream.engine.loading.gguf_rope import rope_parameters
 from mlserver_torch_stream.errors import LoadFailed
 
 _SOFTMAX = 1  # a value of the key expert_gating_func
+# Control tokens that end an answer as in llama.cpp, besides those that the file names: files of Gemma and Phi name the
+# token that ends a document, but not the one that ends a turn.
+_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>"),
+        *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOT>"),
+    )
+)
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -198,7 +206,8 @@ def _decoder(file: GgufFile, model_type: str, partial: bool = False) -> dict[str
         raise file.refused(
             "attention.value_length", f"is {values}, but must equal the length of the keys, which is {head_dim}"
         )
-    ends = (file.token_id(role) for role in ("eos", "eot", "eom"))
+    named = (file.token_id(role) for role in ("eos", "eot", "eom"))
+    ends = [*(token for token in named if token is not None), *file.control_tokens(_ENDS)]
     return {
         "model_type": model_type,
         "vocab_size": file.shape("token_embd.weight")[0],
@@ -213,7 +222,7 @@ def _decoder(file: GgufFile, model_type: str, partial: bool = False) -> dict[str
         "rope_parameters": rope_parameters(file, head_dim, context, partial),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.token_id("bos"),
-        "eos_token_id": _one_or_all(dict.fromkeys(token for token in ends if token is not None)),
+        "eos_token_id": _one_or_all(dict.fromkeys(ends)),
         "pad_token_id": file.token_id("padding"),
     }
 

@@ -7,7 +7,8 @@ tensor. The module is imported only when a file is read: the package gguf takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,14 +31,16 @@ _NEUTRAL = {
     "final_logit_softcapping": 0.0,
     "pooling_type": 0,
 }
+# Formats that llama.cpp has removed, whose rows were interleaved for some CPUs.
+_REMOVED = {31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
 
 
 class GgufFile:
     """The header of a GGUF file. In its methods ``key`` is a key without the architecture's prefix."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LoadFailed for a file that is only a part of a model, and gguf's own errors for a damaged header."""
-        reader = gguf.GGUFReader(str(path))
+        """Raises LoadFailed for a part of a model or an unknown format, and gguf's own errors for a damaged header."""
+        reader = _read(path)
         self._fields = reader.fields
         self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = self._text("general.architecture")
@@ -95,6 +98,15 @@ class GgufFile:
             return value
         raise LoadFailed(f"the key {name} is {str(value)[:80]}, which is not one of the file's {tokens:,} token ids")
 
+    def control_tokens(self, texts: Container[str]) -> list[int]:
+        """Returns the ids of the control tokens that are written as one of ``texts``."""
+        tokens, kinds = (self._contents(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+        if not isinstance(tokens, list) or not isinstance(kinds, list):
+            return []
+        ids = range(self.shape("token_embd.weight")[0])
+        known = zip(ids, tokens, kinds, strict=False)
+        return [number for number, token, kind in known if kind == gguf.TokenType.CONTROL and token in texts]
+
     def tensor(self, name: str) -> gguf.ReaderTensor | None:
         """Returns a tensor and marks it as used; None if the file does not have it."""
         self._tensors_left.discard(name)
@@ -146,6 +158,23 @@ class GgufFile:
         if not isinstance(value, str):
             raise LoadFailed(f"the key {name} is missing, or is not a string")
         return value
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    try:
+        reader = gguf.GGUFReader(str(path))
+    except ValueError as error:
+        kind = re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error))
+        if kind is None:
+            raise
+        number = int(kind[1])
+        name = _REMOVED.get(number, f"the format with the number {number}")
+        raise LoadFailed(
+            f"it has tensors in {name}, which is not supported; use a file of the model in another format, such as Q4_0"
+        ) from error
+    if reader.byte_order != "I":
+        raise LoadFailed(f"its numbers have the byte order of other machines; run 'gguf-convert-endian {path} native'")
+    return reader
 
 
 def shape_of(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
