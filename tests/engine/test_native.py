@@ -174,6 +174,20 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
     assert not found["b"].isfinite().any()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_without_an_embedding_fails_its_step_alone(token: int, tied: bool, folder: Path) -> None:
+    """Constraints can force such tokens, because a tokenizer can have more ids than the model."""
+    model, prompt = tiny_model("llama", tie_word_embeddings=tied), prompt_of(20, 1)
+    with torch.inference_mode():
+        forward = NativeForward(model, KernelOptions(2, folder))
+        books = [prefilled(forward, model, prompt, 20)[1] for _ in range(2)]
+        with pytest.raises(RuntimeError, match=f"the embedding has no token {token}$"):
+            forward(books[0].batch({"row": [token]}), books[0].cache)
+        found, expected = (book.step(forward, {"row": [VOCAB - 1]})["row"] for book in books)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("lacks", ["pages", "logits"])
 def test_a_step_without_memory_leaves_the_forward_as_it_was(
     lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,8 @@
 // A decoder of the Llama layout: one call computes all layers for all tokens of a step.
 // Knows nothing of model families: a norm, a bias or a scale is either there or not.
 #pragma once
+#include <stdexcept>
+#include <string>
 #include "argmax.h"
 #include "attend_pages.h"
 #include "draw.h"
@@ -38,6 +40,9 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     void run(const Step& step) override {
+        for (int64_t i = 0; i < step.tokens; i++)  // a tokenizer can have ids without an embedding
+            if (step.ids[i] < 0 || step.ids[i] >= weights_.table.n)
+                throw std::out_of_range("the embedding has no token " + std::to_string(step.ids[i]));
         packed_.read(step, kQueries);
         reserve(step);
         step_ = step;
