@@ -201,7 +201,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // Calls done(row, panel, sums) for each row of a and each panel of w.
     void product(Member& me, const std::vector<A>& a, int64_t lda, int64_t rows, const Matrix& w, const Done& done) {
-        multiply<T>(me, a.data(), lda, rows, w, scratch_[me.id].product, rounded_.data(), done);
+        multiply<T>(me, a, lda, rows, w, scratch_[me.id].product, rounded_, done);
     }
 
     // Like some functions below, not inlined: so it is compiled only once, and a call costs little compared with a row.
@@ -268,7 +268,7 @@ template <class T> class Decoder final : public AnyDecoder {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             };
-            return product(me, a, lda, rows, w, {to_stream, stream_.data(), hidden_});
+            return product(me, a, lda, rows, w, {to_stream, &stream_, hidden_});
         }
         product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);
