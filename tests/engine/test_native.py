@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,6 +174,20 @@ def test_a_row_of_nan_is_alone_with_it(dtype: torch.dtype, folder: Path) -> None
     assert not found["b"].isfinite().any()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_without_an_embedding_fails_its_step_alone(token: int, tied: bool, folder: Path) -> None:
+    """Constraints can force such tokens, because a tokenizer can have more ids than the model."""
+    model, prompt = tiny_model("llama", tie_word_embeddings=tied), prompt_of(20, 1)
+    with torch.inference_mode():
+        forward = NativeForward(model, KernelOptions(2, folder))
+        books = [prefilled(forward, model, prompt, 20)[1] for _ in range(2)]
+        with pytest.raises(RuntimeError, match=f"the embedding has no token {token}$"):
+            forward(books[0].batch({"row": [token]}), books[0].cache)
+        found, expected = (book.step(forward, {"row": [VOCAB - 1]})["row"] for book in books)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("lacks", ["pages", "logits"])
 def test_a_step_without_memory_leaves_the_forward_as_it_was(
     lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -299,3 +315,38 @@ def test_an_exception_of_the_kernels_keeps_its_message(folder: Path) -> None:
     message = r"packing weights failed in the kernels: .*vector"
     with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=message):
         NativeForward(tiny_model(), KernelOptions(-1, folder))
+
+
+_ENDS_IN_A_STEP = """
+import sys, threading
+from pathlib import Path
+import torch
+from mlserver_torch_stream.engine.native.kernel_library import KernelOptions
+from mlserver_torch_stream.engine.native.native_forward import NativeForward
+from tests.engine.page_book import PageBook
+from tests.engine.tiny_models import prompt_of, tiny_model
+
+model, begun = tiny_model(hidden_size=256, max_position_embeddings=4096), threading.Event()
+book = PageBook(model)
+batch = book.batch({"row": prompt_of(2000, 1)})
+with torch.inference_mode():
+    forward = NativeForward(model, KernelOptions(2, Path(sys.argv[1])))
+    forward(batch, book.cache)
+
+def compute():
+    begun.set()
+    while True:
+        forward(batch, book.cache)
+
+threading.Thread(target=compute, daemon=True).start()
+begun.wait()
+print("the end")
+"""
+
+
+@pytest.mark.long
+def test_a_process_ends_while_a_thread_computes_a_step(folder: Path) -> None:
+    """A step must not find its decoder freed; the thread of an engine is such a daemon thread."""
+    command = [sys.executable, "-c", _ENDS_IN_A_STEP, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr[-2000:]

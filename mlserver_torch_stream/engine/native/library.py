@@ -91,7 +91,7 @@ class KernelLayer(Structure):
 
 
 class KernelWeights(Structure):
-    """All weights of a decoder. ``embedding`` [vocab, hidden] is null if the embedding is in ``table`` instead."""
+    """All weights of a decoder. ``embedding`` [table.n, hidden] is null if the embedding is in ``table`` instead."""
 
     _fields_ = [
         ("layers", POINTER(KernelLayer)),

@@ -194,8 +194,9 @@ class NativeForward(LoadedForward):
         self._run = kernels.native_step
         self._allocate = partial(in_large_pages, kernels=kernels)
         self._draw = NativeDraw(kernels, self._handle)
-        # A result refers to the draw as well, and may call it later.
-        weakref.finalize(self._draw, kernels.native_destroy, self._handle)
+        # A result refers to the draw as well, and may call it later. Nothing is freed at exit, when a thread may still
+        # compute a step.
+        weakref.finalize(self._draw, kernels.native_destroy, self._handle).atexit = False
         # An example of a pool's tensors, for pools that no other forward has reserved.
         self._like = torch.empty((1, shape.kv_heads, 0, shape.head_dim), dtype=decoder.dtype)
         self._layers = int(shape.layers)

@@ -256,6 +256,7 @@ class PackedWeights:
             table = self._matrix(decoder.table)
         elif isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
             embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
+            table = c.KernelMatrix(len(decoder.embedding))  # only its size
         return c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
 
     def _runs(self, projection: Projection) -> Sequence[GroupedMatrix | DenseMatrix]:

@@ -172,12 +172,24 @@ template <class T> void check_short_memory(Layout layout, int64_t page_size) {
     expect(failures > 10, "allocations of a step", failures);
 }
 
+// Steps of more and more tokens, for which the buffers grow while threads may still be late in the step before.
+template <class T> void check_growth(Layout layout) {
+    for (int64_t i = 0; i < 5; i++) {
+        TinyModel<T> model(layout, 3, 16);
+        std::vector<float> logits;
+        for (int64_t count = 1; count < 100; count *= 2)
+            expect(model.step({tokens(count, i)}, 0, logits) == 0, "status of a step with more tokens", count);
+    }
+}
+
 inline void check_decoder() {
     for (native::Format format : {native::kPlain, native::kFourMin, native::kEight})
         for (int64_t experts : {0, 5}) {
             const Layout layout{format, experts};
             check_bits<float>(layout);
             check_bits<native::Bf16>(layout);
+            check_growth<float>(layout);
+            check_growth<native::Bf16>(layout);
             check_short_memory<float>(layout, 16);
             check_short_memory<native::Bf16>(layout, 5);
         }

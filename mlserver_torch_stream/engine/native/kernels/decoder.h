@@ -1,6 +1,8 @@
 // A decoder of the Llama layout: one call computes all layers for all tokens of a step.
 // Knows nothing of model families: a norm, a bias or a scale is either there or not.
 #pragma once
+#include <stdexcept>
+#include <string>
 #include "argmax.h"
 #include "attend_pages.h"
 #include "draw.h"
@@ -38,6 +40,9 @@ template <class T> class Decoder final : public AnyDecoder {
     }
 
     void run(const Step& step) override {
+        for (int64_t i = 0; i < step.tokens; i++)  // a tokenizer can have ids without an embedding
+            if (step.ids[i] < 0 || step.ids[i] >= weights_.table.n)
+                throw std::out_of_range("the embedding has no token " + std::to_string(step.ids[i]));
         packed_.read(step, kQueries);
         reserve(step);
         step_ = step;
@@ -196,7 +201,7 @@ template <class T> class Decoder final : public AnyDecoder {
 
     // Calls done(row, panel, sums) for each row of a and each panel of w.
     void product(Member& me, const std::vector<A>& a, int64_t lda, int64_t rows, const Matrix& w, const Done& done) {
-        multiply<T>(me, a.data(), lda, rows, w, scratch_[me.id].product, rounded_.data(), done);
+        multiply<T>(me, a, lda, rows, w, scratch_[me.id].product, rounded_, done);
     }
 
     // Like some functions below, not inlined: so it is compiled only once, and a call costs little compared with a row.
@@ -263,7 +268,7 @@ template <class T> class Decoder final : public AnyDecoder {
                 put(c, c, w.bias, p);
                 onto(&stream_[row * hidden_ + p * kPanel], c, kPanel);
             };
-            return product(me, a, lda, rows, w, {to_stream, stream_.data(), hidden_});
+            return product(me, a, lda, rows, w, {to_stream, &stream_, hidden_});
         }
         product(me, a, lda, rows, w, [&](int64_t row, int64_t p, float* c) {
             put(&branch_[row * hidden_ + p * kPanel], c, w.bias, p);

@@ -118,7 +118,7 @@ struct alignas(64) ProductScratch {
 // null, are the rows [stride] to which the function adds the sums; they are prefetched while the sums are computed.
 class Done {
   public:
-    template <class F> Done(const F& function, const float* adds_to = nullptr, int64_t stride = 0)
+    template <class F> Done(const F& function, const std::vector<float>* adds_to = nullptr, int64_t stride = 0)
         : adds_to_(adds_to), stride_(stride), function_(&function),
           call_([](const void* function, int64_t first, int64_t rows, int64_t p, float* sums) {
               for (int64_t r = 0; r < rows; r++)
@@ -132,11 +132,11 @@ class Done {
     void fetch(int64_t first, int64_t rows, int64_t p) const {
         if (adds_to_ == nullptr) return;
         for (int64_t r = first; r < first + rows; r++)
-            for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(adds_to_ + r * stride_ + p * kPanel + i, 1);
+            for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(adds_to_->data() + r * stride_ + p * kPanel + i, 1);
     }
 
   private:
-    const float* adds_to_;
+    const std::vector<float>* adds_to_;
     int64_t stride_;
     const void* function_;
     void (*call_)(const void*, int64_t, int64_t, int64_t, float*);
@@ -219,32 +219,21 @@ void multiply_dense_panels(const A* a, int64_t lda, int64_t rows, const Matrix& 
 }
 
 template <class T, class A>
-void multiply_dense(Member& me, const A* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
-                    const Done& done) {
+void multiply_dense(Member& me, const std::vector<A>& a, int64_t lda, int64_t rows, const Matrix& w,
+                    ProductScratch& scratch, const Done& done) {
     me.each(panels_of(w.n), [&](int64_t first, int64_t last) {
-        multiply_dense_panels<T>(a, lda, rows, w, first, last, scratch, done);
+        multiply_dense_panels<T>(a.data(), lda, rows, w, first, last, scratch, done);
     });
 }
 
 constexpr int64_t kFew = 16;
 
-// The rows of a product as int8. Few rows are rounded by each member for itself when its first piece begins, which
-// takes less time than waiting for each other; many rows are rounded by all members together, into `shared`.
-template <class T> class RoundedRows {
-  public:
-    RoundedRows(const T* a, int64_t lda, int64_t rows, int64_t k) : a_(a), lda_(lda), rows_(rows), k_(k) {}
-
-    bool many() const { return rows_ > kFew; }
-    int64_t stride() const { return groups_of(k_); }
-    int64_t rows() const { return rows_; }
-    __attribute__((noinline)) void round(int64_t first, int64_t last, RoundedBlock* to) const {
-        for (int64_t r = first; r < last; r++) round_row(a_ + r * lda_, k_, to + r * stride());
-    }
-
-  private:
-    const T* a_;
-    int64_t lda_, rows_, k_;
-};
+// Rounds some rows of a product to int8. `to` has room for all rows.
+template <class T>
+__attribute__((noinline)) void round_rows(const T* a, int64_t lda, int64_t k, int64_t first, int64_t last,
+                                          RoundedBlock* to) {
+    for (int64_t r = first; r < last; r++) round_row(a + r * lda, k, to + r * groups_of(k));
+}
 
 // Computes sums[count][32] = rows[count] x panel.
 inline void multiply_grouped_panel(const GroupedPanel& panel, const RoundedBlock* rows, int64_t count, int64_t groups,
@@ -269,28 +258,32 @@ inline void multiply_grouped_panels(const RoundedBlock* rounded, int64_t rows, c
         }
 }
 
-// Multiplies integers by integers.
+// Multiplies integers by integers. Few rows are rounded by each member for itself when its first piece begins, which
+// takes less time than waiting for each other; many rows are rounded by all members together, into `shared`.
 template <class T>
-void multiply_grouped(Member& me, const RoundedRows<T>& given, const Matrix& w, ProductScratch& scratch,
-                      RoundedBlock* shared, const Done& done) {
-    if (given.many()) me.each(given.rows(), 8, [&](int64_t first, int64_t last) { given.round(first, last, shared); });
-    const RoundedBlock* rounded = given.many() ? shared : nullptr;
+void multiply_grouped(Member& me, const std::vector<T>& a, int64_t lda, int64_t rows, const Matrix& w,
+                      ProductScratch& scratch, std::vector<RoundedBlock>& shared, const Done& done) {
+    const bool many = rows > kFew;
+    if (many)
+        me.each(rows, 8, [&](int64_t first, int64_t last) {
+            round_rows(a.data(), lda, w.k, first, last, shared.data());
+        });
+    bool rounded = many;
     me.each(panels_of(w.n), [&](int64_t first, int64_t last) {
-        if (rounded == nullptr) {
-            given.round(0, given.rows(), scratch.rounded.data());
-            rounded = scratch.rounded.data();
-        }
-        multiply_grouped_panels(rounded, given.rows(), w, first, last, scratch, done);
+        RoundedBlock* const to = many ? shared.data() : scratch.rounded.data();
+        if (!rounded) round_rows(a.data(), lda, w.k, 0, rows, to);
+        rounded = true;
+        multiply_grouped_panels(to, rows, w, first, last, scratch, done);
     });
 }
 
 // The same for any format of w, in a model of type T. `shared` has room for all rows as int8, the scratch for kFew
-// rows.
+// rows. A member that is late may come here while both vectors grow for the next step, so only pieces read them.
 template <class T>
-void multiply(Member& me, const Factor<T>* a, int64_t lda, int64_t rows, const Matrix& w, ProductScratch& scratch,
-              RoundedBlock* shared, const Done& done) {
+void multiply(Member& me, const std::vector<Factor<T>>& a, int64_t lda, int64_t rows, const Matrix& w,
+              ProductScratch& scratch, std::vector<RoundedBlock>& shared, const Done& done) {
     if (w.plain()) return multiply_dense<T>(me, a, lda, rows, w, scratch, done);
-    multiply_grouped(me, RoundedRows<Factor<T>>(a, lda, rows, w.k), w, scratch, shared, done);
+    multiply_grouped(me, a, lda, rows, w, scratch, shared, done);
 }
 
 // Adds the bias, if there is one, to the sums of a row and panel p, and stores them in the row's `outputs` elements.
@@ -332,11 +325,10 @@ void multiply_rows(const Matrix& w, const T* a, int64_t rows, Out* out, Parallel
         });
         factors = to;
     }
-    const RoundedRows<Factor<T>> given(factors, w.k, rows, w.k);
-    std::vector<RoundedBlock> rounded(w.plain() ? 0 : rows * given.stride());
+    std::vector<RoundedBlock> rounded(w.plain() ? 0 : rows * groups_of(w.k));
     if (!w.plain())
         spread(parallel, threads, rows, [&](int64_t row) {
-            given.round(row, row + 1, rounded.data());
+            round_rows(factors, w.k, w.k, row, row + 1, rounded.data());
         });
     const auto put = [&](int64_t row, int64_t p, float* sums) { put_sums(out + row * w.n, w.n, p, w.bias, sums); };
     const Done done(put);

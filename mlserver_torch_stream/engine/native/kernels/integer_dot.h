@@ -9,8 +9,6 @@
 
 namespace native {
 
-using IntRegister = int32_t __attribute__((vector_size(kRegisterBytes)));
-
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kUnsignedBytes = false;  // Arm's instruction multiplies signed bytes
 #else

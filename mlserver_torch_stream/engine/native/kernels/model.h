@@ -31,7 +31,7 @@ struct Layer {
 
 struct Weights {
     const Layer* layers;
-    const void* embedding;  // [vocab][hidden] in the model's type, or null: the weights of `table`
+    const void* embedding;  // [table.n][hidden] in the model's type, or null: the weights of `table`
     Matrix head, table;
     const float* last_norm;
 };
