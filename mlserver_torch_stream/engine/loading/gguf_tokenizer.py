@@ -47,7 +47,7 @@ def load_gguf_tokenizer(gguf_file: Path) -> Any:
     metadata, _ = read_gguf_metadata(str(gguf_file), (f"{_KEY}tokens",))
     cut = _way_to_cut(metadata)
     with _folder_of(gguf_file) as folder:
-        # Classes of families, such as Qwen's and Llama's, would cut text in their own way when a conversion is loaded.
+        # The class of a family, such as Qwen's, would cut text in its own way when a conversion is loaded.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=gguf_file.name)
     if cut is not None:
         _restore_spelling(tokenizer, metadata)
