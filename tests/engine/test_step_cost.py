@@ -172,6 +172,15 @@ def test_the_share_of_keys_in_the_time_of_a_prompt_token_is_learnt() -> None:
     assert budget.fitting(budget.cost, 2000) == pytest.approx(65, rel=0.2)
 
 
+def test_time_that_small_steps_save_is_not_taken_for_that_of_keys() -> None:
+    """While memory limits a step, its first prompt tokens add little: the times are those of 3 billion parameters."""
+    cost = StepCost()
+    for prompt, rows, seconds, keys in ((128, 0, 0.77, 64), (0, 1, 0.09, 0), (16, 1, 0.122, 8), (16, 1, 0.122, 24)):
+        cost.note(prompt, rows, seconds, prompt * keys)
+    assert cost.per_key < 0.0005
+    assert cost.of(1, 32, 32 * 48) == pytest.approx(0.215, rel=0.1)
+
+
 def test_a_slow_first_step_of_decoding_is_forgotten() -> None:
     """Beside that step, the next prompt seems to take less than no time."""
     cost = StepCost()

@@ -17,9 +17,11 @@ _OF_ROW = 0.35
 _ROW_SPREAD = 8.0  # sum of squared distances of the steps' rows from their mean
 _KEPT_ROWS = 0.98  # the factor for the weight of earlier steps: about the last fifty count
 _KEPT_PROMPTS = 0.9  # the factor for steps with prompts: about the last ten count
-_KEPT_KEYS = 0.99  # the factor for the share of keys in a prompt token's time, which changes little
-_KEY_SPREAD = 1e4  # sum of squared distances of the prompts' mean numbers of keys from their mean
-_MOST_OF_KEYS = 0.75  # the largest share of keys in the mean time of a prompt token
+# A prompt token is expected to take its share of the mean time, as if a step with half as many tokens as the mean had
+# shown it; keys are expected to take none, as if a step with 100 more keys before each token had shown that.
+_TOKEN_SPREAD = 0.25  # relative to the square of the mean number of tokens
+_KEY_SPREAD = 4e4  # relative to the spread of the tokens: 100 keys before each of the tokens, squared
+_MOST_OF_KEYS = 0.75  # the largest share of keys in the mean time of the prompt tokens
 _KEPT_ERRORS = 0.95  # the factor for the relative errors of earlier predictions: about the last twenty count
 
 # A step that takes longer than predicted by three mean errors should still end within 1.25 times the target.
@@ -38,42 +40,57 @@ _STARVING = 10.0
 _MIN_SLOPE = 1e-9  # seconds; a difference of two measurements can be zero or less
 
 
-class _Line:
-    """A line through points (size, seconds), fitted by least squares with exponential forgetting."""
+class _Fit:
+    """Seconds as a constant, plus a time for each unit of size and for each key: least squares with exponential
+    forgetting."""
 
     def __init__(self, kept: float) -> None:
         self.kept = kept
-        self.weight = self._sizes = self._seconds = self._squares = self._products = 0.0
+        self.weight = 0.0
+        self._sums = [0.0] * 8
 
-    def note(self, size: float, seconds: float) -> None:
-        for name, value in (
-            ("weight", 1.0),
-            ("_sizes", size),
-            ("_seconds", seconds),
-            ("_squares", size * size),
-            ("_products", size * seconds),
-        ):
-            setattr(self, name, self.kept * getattr(self, name) + value)
+    def note(self, size: float, seconds: float, keys: float = 0.0) -> None:
+        products = (size * size, size * keys, keys * keys, size * seconds, keys * seconds)
+        noted = (size, keys, seconds, *products)
+        self.weight = self.kept * self.weight + 1.0
+        self._sums = [self.kept * total + value for total, value in zip(self._sums, noted, strict=True)]
 
     @property
     def size(self) -> float:
         """The mean size."""
-        return self._sizes / self.weight
+        return self._sums[0] / self.weight
+
+    @property
+    def keys(self) -> float:
+        """The mean number of keys."""
+        return self._sums[1] / self.weight
 
     @property
     def seconds(self) -> float:
         """The mean seconds."""
-        return self._seconds / self.weight
+        return self._sums[2] / self.weight
 
-    def slope(self, expected: float, spread: float) -> float:
-        """Returns the seconds that one more unit of size adds.
+    def slopes(self, expected: float, spread: float) -> tuple[float, float]:
+        """Returns the seconds that one more unit of size adds, and those that one more key adds.
 
-        The ``expected`` slope has the weight of steps whose sizes have this ``spread``. It dominates while all sizes
-        are about the same, because then the measured slope is mostly noise.
+        The ``expected`` slope of size, and none of keys, have the weight of steps whose sizes have this ``spread``, a
+        sum of squared distances from their mean. They dominate while all steps are about the same, because then the
+        measured slopes are mostly noise.
         """
-        known = self._squares - self._sizes**2 / self.weight
-        rise = self._products - self._sizes * self.seconds
-        return max(expected / 4, _MIN_SLOPE, (rise + spread * expected) / (known + spread))
+        total_size, total_keys, _, sizes, both, keys, size_seconds, key_seconds = self._sums
+        sizes += spread - total_size * self.size
+        both -= total_size * self.keys
+        keys += spread * _KEY_SPREAD - total_keys * self.keys
+        size_seconds += spread * expected - total_size * self.seconds
+        key_seconds -= total_keys * self.seconds
+        most = max(0.0, _MOST_OF_KEYS * self.seconds / self.keys) if total_keys else 0.0
+        per_key = min(most, max(0.0, (sizes * key_seconds - both * size_seconds) / (sizes * keys - both * both)))
+        return max(expected / 4, _MIN_SLOPE, (size_seconds - both * per_key) / sizes), per_key
+
+    def predict(self, size: float, keys: float, slopes: tuple[float, float]) -> float:
+        """Returns the seconds, which are at least 0."""
+        per_unit, per_key = slopes
+        return max(0.0, self.seconds + per_unit * (size - self.size) + per_key * (keys - self.keys))
 
 
 class StepCost:
@@ -86,10 +103,9 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._rows = _Line(_KEPT_ROWS)
-        self._prompts = _Line(_KEPT_PROMPTS)
-        self._keys = _Line(_KEPT_KEYS)  # the mean number of keys before a prompt token, and the seconds of the token
-        self._errors = _Line(_KEPT_ERRORS)  # relative errors of the predictions of steps with prompts
+        self._rows = _Fit(_KEPT_ROWS)
+        self._prompts = _Fit(_KEPT_PROMPTS)
+        self._errors = _Fit(_KEPT_ERRORS)  # relative errors of the predictions of steps with prompts
         self._largest = 0.0  # the largest recent number of prompt tokens in a step; later, smaller steps lower it
         # Whether the last step was an outlier, for steps without and with prompts.
         self._was_outlier = {False: False, True: False}
@@ -99,64 +115,60 @@ class StepCost:
 
         ``keys`` is the sum, over the prompt tokens, of the number of keys before each token.
         """
-        line = self._prompts if prompt_tokens else self._rows
-        if line.weight:
+        fit = self._prompts if prompt_tokens else self._rows
+        if fit.weight:
             expected = self.of(rows, prompt_tokens, keys)
-            seconds = self._bounded(line, expected, seconds)
+            seconds = self._bounded(fit, expected, seconds)
             if prompt_tokens and expected:
                 self._errors.note(0.0, min(1.0, abs(seconds / expected - 1)))
         if prompt_tokens:
-            beyond = seconds - self.of(rows)
-            self._keys.note(keys / prompt_tokens, max(0.0, beyond) / prompt_tokens)
-            counted = prompt_tokens + self.per_key * keys
-            line.note(counted, beyond)
-            self._largest = max(counted, _KEPT_PROMPTS * self._largest)
+            fit.note(prompt_tokens, seconds - self.of(rows), keys)
+            self._largest = max(prompt_tokens + self.per_key * keys, _KEPT_PROMPTS * self._largest)
         else:
-            line.note(rows, seconds)
+            fit.note(rows, seconds)
 
-    def _bounded(self, line: _Line, expected: float, seconds: float) -> float:
+    def _bounded(self, fit: _Fit, expected: float, seconds: float) -> float:
         """Returns the seconds to learn from.
 
         A single slow step counts as at most twice the expected time, because the machine may have paused.
         """
-        prompts = line is self._prompts
-        is_outlier = seconds > _OUTLIER * expected > 0 and line.weight > _MIN_STEPS * line.kept
+        prompts = fit is self._prompts
+        is_outlier = seconds > _OUTLIER * expected > 0 and fit.weight > _MIN_STEPS * fit.kept
         before, self._was_outlier[prompts] = self._was_outlier[prompts], is_outlier
         return _OUTLIER * expected if is_outlier and not before else seconds
 
     @property
     def per_row(self) -> float:
         """The seconds that one more row adds; 0 before the first step without prompts."""
-        line = self._rows
-        if not line.weight:
+        fit = self._rows
+        if not fit.weight:
             return 0.0
-        expected = min(_OF_STEP * line.seconds, _OF_ROW * line.seconds / line.size)
-        return line.slope(expected, _ROW_SPREAD)
+        expected = min(_OF_STEP * fit.seconds, _OF_ROW * fit.seconds / fit.size)
+        return fit.slopes(expected, _ROW_SPREAD)[0]
 
     @property
     def per_key(self) -> float:
         """How much time each earlier key adds to a prompt token, relative to the time of a token without earlier
         keys."""
-        line = self._keys
-        # Prompts can seem to take no time, if the steps without them were slow.
-        if not line.weight or not line.size or line.seconds <= _MIN_SLOPE:
+        if not self._prompts.weight:
             return 0.0
-        added = min(line.slope(0.0, _KEY_SPREAD), _MOST_OF_KEYS * line.seconds / line.size)
-        return added / (line.seconds - added * line.size)
+        per_token, per_key = self._of_prompts
+        return per_key / per_token
 
     @property
-    def _per_prompt_token(self) -> float:
-        line = self._prompts
-        return line.slope(max(0.0, line.seconds / line.size), line.size**2)
+    def _of_prompts(self) -> tuple[float, float]:
+        """The seconds that one more prompt token and one more key before one add."""
+        fit = self._prompts
+        # Prompts can seem to take no time, if the steps without them were slow.
+        return fit.slopes(max(0.0, fit.seconds / fit.size), _TOKEN_SPREAD * fit.size**2)
 
     def of(self, rows: int, prompt_tokens: int = 0, keys: float = 0.0) -> float:
         """Returns the predicted seconds of a step. What has not been measured yet, rows or prompts, counts as 0."""
         seconds = 0.0
-        if (line := self._rows).weight:
-            seconds += max(0.0, line.seconds + self.per_row * (rows - line.size))
-        if prompt_tokens and (line := self._prompts).weight:
-            counted = prompt_tokens + self.per_key * keys
-            seconds += max(0.0, line.seconds + self._per_prompt_token * (counted - line.size))
+        if (fit := self._rows).weight:
+            seconds += fit.predict(rows, 0.0, (self.per_row, 0.0))
+        if prompt_tokens and (fit := self._prompts).weight:
+            seconds += fit.predict(prompt_tokens, keys, self._of_prompts)
         return seconds
 
     def budget(
@@ -173,16 +185,18 @@ class StepCost:
         into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens takes longer than
         the target: then every step is late, and prompts would only wait longer.
         """
-        line, decoding = self._prompts, self.of(rows)
-        if not line.weight:
+        fit, decoding = self._prompts, self.of(rows)
+        if not fit.weight:
             return PromptBudget(least, 0.0, least)
         if spent and self.of(rows, least) <= target:
             seconds, least = (target - spent) * self._caution - decoding, 0
         else:
             share = min(1.0, _FLOOR_SHARE * (1 + waited / _STARVING))
             seconds = max(target * self._caution - decoding, share * decoding)
-        tokens = min(line.size + (seconds - line.seconds) / self._per_prompt_token, _MAX_GROWTH * self._largest)
-        return PromptBudget(max(least, tokens), self.per_key, least, self.per_row / self._per_prompt_token)
+        per_token, per_key = self._of_prompts
+        counted = fit.size + (seconds - fit.seconds + per_key * fit.keys) / per_token
+        tokens = min(counted, _MAX_GROWTH * self._largest)
+        return PromptBudget(max(least, tokens), per_key / per_token, least, self.per_row / per_token)
 
     @property
     def _caution(self) -> float:
