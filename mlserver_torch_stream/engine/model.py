@@ -167,7 +167,7 @@ class _Recording:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the files are still those of the key; if not, the load may have read old files and new ones."""
+        """Whether no file has changed since ``first_stamps``; otherwise the load may have read two versions."""
         return self.stamps() == self.first_stamps
 
 

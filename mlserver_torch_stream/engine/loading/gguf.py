@@ -235,7 +235,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _forget_unused(cache_dir: Path) -> None:
-    """Removes conversions that no load has used for a long time, except those that a server holds.
+    """Removes converted models that no load has used for 30 days and no server uses.
 
     A conversion is a folder with a lock file beside it and a seal inside.
     """

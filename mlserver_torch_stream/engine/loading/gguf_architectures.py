@@ -15,8 +15,8 @@ from mlserver_torch_stream.engine.loading.gguf_rope import rope_parameters
 from mlserver_torch_stream.errors import LoadFailed
 
 _SOFTMAX = 1  # a value of the key expert_gating_func
-# Control tokens that end an answer as in llama.cpp, besides those that the file names: files of Gemma and Phi name the
-# token that ends a document, but not the one that ends a turn.
+# The texts of control tokens that end an answer, as in llama.cpp, also if no key of the file names them: the keys in
+# files of Gemma and Phi name the token that ends a document, but not the token that ends a turn.
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>"),

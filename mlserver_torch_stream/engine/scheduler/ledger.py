@@ -484,9 +484,9 @@ class PageLedger:
         return self._sequences.get(sequence)
 
     def pop(self, sequences: Iterable[SequenceState]) -> list[ScheduledSequence]:
-        """Removes these sequences, and returns those that were not removed before.
+        """Removes the states of these sequences and returns them; skips sequences whose state is already removed.
 
-        They still hold their pages and slots.
+        The returned states still hold their pages and slots.
         """
         return [self._sequences.pop(each) for each in sequences if each in self._sequences]
 

@@ -61,7 +61,7 @@ class StepPlan:
 
 
 class StepDraft:
-    """A step that is being planned: what is ``left`` of its token budget, its parts, and its decoding sequences."""
+    """A step while the scheduler plans it: its parts, its decoding sequences, and how many tokens are ``left``."""
 
     def __init__(
         self, limits: SchedulerLimits, page_size: int, *, decodes: bool, prompt_budget: PromptBudget | None = None
