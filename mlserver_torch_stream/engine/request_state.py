@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mlserver_torch_stream.engine.constraints.token_matcher import TokenMatcher
     from mlserver_torch_stream.engine.sampling.row_sampler import RowSampler
 
-_CHARACTER_TOKENS = 4  # a character has at most four bytes, and each may be a token
+# Tokens without text that prompts are kept out for: a character has at most four bytes, and each may be a token.
+_SILENT_TOKENS = 4
 # Answers without ``max_tokens`` may fill the context, but most of them end long before.
 _ASSUMED_TOKENS = 1024
 
@@ -88,10 +89,16 @@ class SequenceState:
         return self.request.whole_at if self._shown_at is None else self._shown_at
 
     @property
-    def splits_character(self) -> bool:
-        """Whether the next event is due but waits for the rest of a character; false before the first event."""
+    def awaits_text(self) -> bool:
+        """Whether the next event is due but the tokens after the last event have no text.
+
+        They may be a part of a character, of a stop string or of a tool call, or special tokens. False before the first
+        event, and after ``_SILENT_TOKENS`` such tokens.
+        """
         new = len(self.tokens) - self._shown
-        return self._shown > 0 and 0 < new < _CHARACTER_TOKENS and self._is_due and self._writer.incomplete
+        if not self._shown or new >= _SILENT_TOKENS or new <= len(self._unwritten):
+            return False
+        return self._is_due and not self._writer.has_output
 
     @property
     def matcher(self) -> TokenMatcher | None:

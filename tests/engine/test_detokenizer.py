@@ -70,17 +70,6 @@ def test_encoded_text_comes_back_whole(kind: str, text: str, skip: bool) -> None
     _assert_whole(_codec(kind), _tokenizer(kind)(text)["input_ids"], skip)
 
 
-@pytest.mark.parametrize("kind", _BUILDERS)
-@given(text=st.text(st.characters(exclude_characters="\N{REPLACEMENT CHARACTER}"), max_size=40))
-@examples(100)
-def test_an_incomplete_character_is_known(kind: str, text: str) -> None:
-    codec = _codec(kind)
-    ids, detokenizer = _tokenizer(kind)(text, add_special_tokens=False)["input_ids"], codec.detokenizer(False)
-    for count, token_id in enumerate(ids, 1):
-        detokenizer.push((token_id,))
-        assert detokenizer.incomplete == codec.decode(ids[:count], False).endswith("\N{REPLACEMENT CHARACTER}")
-
-
 @pytest.mark.parametrize("kind", ["byte_level", "fused_byte_level", "word_piece"])
 @given(ids=_ids, skip=st.booleans())
 @examples(300)

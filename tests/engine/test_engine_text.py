@@ -176,27 +176,42 @@ def test_an_event_is_due_after_its_time_or_its_tokens(monkeypatch: pytest.Monkey
     assert sizes == [1, 0, 0, 0, 0, 5, 0, 0, 0, 4, 0, 2, 0, 2, 0, 2, 0, 2, 0]
 
 
+_SPECIAL = min(CODEC.special_ids)
+
+
 @pytest.mark.parametrize(
-    ("interval", "waits"),
-    [((1, math.inf), "...xx.xx."), ((9, math.inf), "........."), ((9, 0.15), "....x..x.")],
-    ids=["each token", "nine tokens", "or a time"],
+    ("tokens", "interval", "waits"),
+    [
+        (spelled("日本語"), (1, math.inf), "...xx.xx."),
+        (spelled("日本語"), (9, math.inf), "........."),
+        (spelled("日本語"), (9, 0.15), "....x..x."),
+        ([*spelled("a"), *[_SPECIAL] * 5, *spelled("b")], (1, math.inf), ".xxx..."),
+        (spelled("a no nos"), (1, math.inf), "..xx.xx."),
+    ],
+    ids=["characters", "each nine tokens", "or a time", "special tokens", "a stop string"],
 )
-def test_the_rest_of_a_character_is_waited_for_only_when_an_event_is_due(
-    monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop, interval: tuple[int, float], waits: str
+def test_text_is_awaited_for_a_few_tokens_and_only_when_an_event_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: asyncio.AbstractEventLoop,
+    tokens: list[int],
+    interval: tuple[int, float],
+    waits: str,
 ) -> None:
-    """Steps then keep prompts out; a token takes 0.1 s."""
+    """Steps then keep prompts out; a token takes 0.1 s, and its text is made after the next step may be planned."""
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    given = EngineRequest(prompt_of(3), greedy(50))
+    given = EngineRequest(prompt_of(3), greedy(50, stop=("not",)))
     mailbox = Mailbox(loop, 1, lambda mailbox: None)
     request = RequestState(given, mailbox, CODEC, (), 100, event_interval=interval)
     sequence, found = request.sequences[0], ""
-    for token in spelled("日本語"):
+    for token in tokens:
         now += 0.1
+        before = sequence.awaits_text
         sequence.accept(token, None)
+        assert sequence.awaits_text <= before  # a token whose text is not made yet says nothing
         sequence.write()
         sequence.take_events()
-        found += "x" if sequence.splits_character else "."
+        found += "x" if sequence.awaits_text else "."
     assert found == waits
 
 

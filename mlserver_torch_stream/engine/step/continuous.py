@@ -37,7 +37,7 @@ from mlserver_torch_stream.types import FinishReason
 
 logger = logging.getLogger(__name__)
 
-_CHARACTER_STEPS = 3  # after the first token of a character, which has at most four
+_SILENT_STEPS = 3  # steps in a row without prompts while a stream awaits text: a character has at most four tokens
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -235,8 +235,8 @@ class ContinuousBatcher(Batcher):
         """Returns the limit on the prompt tokens of a step in which ``rows`` rows decode; None means no limit.
 
         If other engines use the device in turn, their streams wait for this step, too, so each engine gets a share of
-        the target. If a character of a stream is incomplete, its reader has waited since the last event. Characters of
-        several streams overlap, so they keep prompts out only until each character can be complete.
+        the target. If the newest tokens of a stream have no text, its reader has waited since the last event. Such
+        tokens of several streams overlap, so they keep prompts out for a few steps only.
         """
         if self._step_target is None or not (rows or self._others):
             return None
@@ -245,7 +245,7 @@ class ContinuousBatcher(Batcher):
             sequence = scheduled.sequence
             if not scheduled.decodes:
                 waited = max(waited, now - sequence.waits_since)
-            elif self._kept_out < _CHARACTER_STEPS and sequence.splits_character:
+            elif self._kept_out < _SILENT_STEPS and sequence.awaits_text:
                 spent = max(spent, now - sequence.waits_since)
         target = self._step_target / (1 + self._others)
         return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)

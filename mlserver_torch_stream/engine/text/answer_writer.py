@@ -21,10 +21,6 @@ _MAX_TEXT = MAX_PER_EVENT // 2
 class Detokenizer(Protocol):
     """Turns token ids into text. The joined results of ``push`` and ``flush`` equal the decoded text of all ids."""
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether the newest ids are the beginning of a character, whose text is not returned yet."""
-
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds ids, and returns the text that they complete. The joined text does not depend on how ids are grouped."""
 
@@ -117,11 +113,6 @@ class AnswerWriter:
             self._emit(self._stops.flush())
         if self._parser is not None:
             self._emit_parts(self._parser.flush())
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether the newest tokens are the beginning of a character."""
-        return self._detokenizer.incomplete
 
     @property
     def has_output(self) -> bool:

@@ -293,10 +293,6 @@ class ByteDetokenizer:
         self._silent = silent
         self._decoder = _Utf8Decoder("replace")
 
-    @property
-    def incomplete(self) -> bool:
-        return bool(self._decoder.getstate()[0])
-
     def push(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(
             b"".join([self._token_bytes(token_id) for token_id in token_ids if token_id not in self._silent])
@@ -324,10 +320,6 @@ class WindowDetokenizer:
         self._returned = ""  # the text of the window that has been returned
         self._complete = 0  # tokens of the window whose text has been returned entirely
         self._cut = 0  # an earlier such count, where the window may be cut
-
-    @property
-    def incomplete(self) -> bool:
-        return self._complete < len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._silent])
