@@ -142,7 +142,13 @@ def running(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminates the process, then kills whatever is left of its process group. A signal shortens the wait."""
+    """Terminates the process, then kills whatever is left of its process group. A signal shortens the wait.
+
+    Waits for all of them, because the next server needs their memory.
+    """
+    started: list[Any] = []
+    with suppress(psutil.NoSuchProcess):
+        started = family(process.pid)[1:]
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -151,3 +157,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait(_STOP_S)
+    psutil.wait_procs(started, _STOP_S)
