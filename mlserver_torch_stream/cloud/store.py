@@ -8,7 +8,6 @@ caller knows how much of a body has arrived.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import time
@@ -30,6 +29,7 @@ from mlserver_torch_stream.cloud.rows import (
     StorageFull,
     StoreUnavailable,
 )
+from mlserver_torch_stream.file_lock import take_lock
 
 
 class _OpenFile(Protocol):
@@ -306,17 +306,22 @@ class Store:
 
     @asynccontextmanager
     async def _locked_file(self, key: str) -> AsyncGenerator[None, None]:
-        """Holds the file's lock. Raises StoreUnavailable if another process does not release it.
+        """Holds the file's lock. Raises StoreUnavailable if the file cannot be locked, or if another process does not
+        release it.
 
         If this file is replaced by another, the new file has a separate lock.
         """
+        path = Path(self.url, key)
         try:
-            file = os.open(Path(self.url, key), os.O_RDONLY)
+            try:
+                file = os.open(path, os.O_RDWR)  # over NFS, only a file that is open for writing can be locked alone
+            except OSError:  # a read-only file, or a bucket mounted as a folder
+                file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise self._as_cloud_error(error, key) from error
         try:
             end = time.monotonic() + self.stall_s
-            while not _take_lock(file):
+            while not self._take_lock(file, key):
                 if time.monotonic() > end:
                     problem = f"another process has held its lock for {self.stall_s:g} s"
                     raise StoreUnavailable(f"{self.url}/{key}: {problem}")
@@ -324,6 +329,12 @@ class Store:
             yield
         finally:
             os.close(file)
+
+    def _take_lock(self, file: int, key: str) -> bool:
+        try:
+            return take_lock(file)
+        except OSError as error:
+            raise StoreUnavailable(f"{self.url}/{key}: cannot be locked: {error.strerror}") from error
 
     async def create(self, key: str, data: bytes) -> None:
         """Writes an object as a whole or not at all. Raises ObjectExists if the object exists already."""
@@ -397,19 +408,6 @@ async def get_or_none(store: Store, key: str, retry: Retry) -> bytes | None:
         return await retry.run(store.get, key)
     except ObjectMissing:
         return None
-
-
-def _take_lock(file: int) -> bool:
-    """Tries to lock a file. Returns False if another process has the lock, and True on network file systems without
-    locks.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _files(folder: Path) -> list[ObjectInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -12,16 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mlserver_torch_stream.file_lock import take_lock
+
 
 def map_file(path: Path, *, locks: bool = False) -> Tensor:
     """Returns the bytes of a file, which must not be written to. Raises OSError if the file cannot be read.
 
-    With ``locks`` the file has a shared lock for as long as it is mapped, if its file system has locks.
+    With ``locks`` the file has a shared lock for as long as it is mapped, if its file system has locks. OSError is also
+    raised if another process is removing the file, as ``to_remove`` describes.
     """
     with path.open("rb") as file:
-        if locks:
-            with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the mapping has a duplicate of the descriptor
+        # The mapping has a duplicate of the descriptor, and with it the lock.
+        if locks and not take_lock(file.fileno(), fcntl.LOCK_SH):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process is removing it", str(path))
         if not os.fstat(file.fileno()).st_size:
             return torch.empty(0, dtype=torch.uint8)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -17,7 +17,7 @@ from mlserver_torch_stream.engine.batching import choose_batcher
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fingerprint import length_setting, weights_key
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete
-from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
+from mlserver_torch_stream.engine.loading.locate import download_weights, locate, locate_packed
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.machine import read_host, trim_heap
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
@@ -78,6 +78,7 @@ def _run_replicas(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
 def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     resolved, resources = load.resolved, load.resources
     weights = weights_key(resolved, load.threads)
+    download_weights(resolved)  # here, because another model can load meanwhile
     with resources.loading_alone():
         files = locate_packed(resolved) or locate(resolved)
     key = weights, length_setting(resolved, files.location)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
+import os
 import signal
 import threading
 import time
@@ -72,6 +74,76 @@ def test_a_replacement_waits_for_the_lock_of_another_process_no_longer_than_the_
         assert await store.get("count") == b"2"
         with pytest.raises(ObjectMissing):
             await store.replace("missing", b"1", marks)
+        await settle()
+
+    asyncio.run(act())
+
+
+def test_over_nfs_a_replacement_waits_for_the_lock_of_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def over_nfs(file: Any, operation: int) -> None:
+        """Refuses to lock a file alone that is not open for writing, as NFS does."""
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", over_nfs)
+
+    async def act() -> None:
+        store = Store.open(str(tmp_path), stall_s=1.0)
+        await store.put("count", b"0")
+        _, marks = await store.look("count")
+        with (tmp_path / "count").open("r+b") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(StoreUnavailable, match=r"another process has held its lock"):
+                await store.replace("count", b"1", marks)
+        await store.replace("count", b"2", marks)
+        assert await store.get("count") == b"2"
+        await settle()
+
+    asyncio.run(act())
+
+
+def test_a_file_that_cannot_be_opened_for_writing_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a read-only file, which root can write, or a file in a bucket that is mounted as a folder."""
+    open_file = os.open
+
+    def refuse(path: Any, flags: int, *mode: int, **options: Any) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+    async def act() -> None:
+        store = Store.open(str(tmp_path))
+        await store.put("count", b"0")
+        _, marks = await store.look("count")
+        await store.replace("count", b"1", marks)
+        assert await store.get("count") == b"1"
+        await settle()
+
+    asyncio.run(act())
+
+
+def test_a_lock_that_fails_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+    async def act() -> None:
+        store = Store.open(str(tmp_path))
+        await store.put("count", b"0")
+        _, marks = await store.look("count")
+        with pytest.raises(StoreUnavailable, match=f"{tmp_path}/count: cannot be locked: {os.strerror(errno.EIO)}"):
+            await store.replace("count", b"1", marks)
+        assert await store.get("count") == b"0"
         await settle()
 
     asyncio.run(act())

@@ -153,6 +153,11 @@ def test_other_kinds_of_models_are_refused_by_name(folder: Path, kernel_cache: P
     assert says in said and SERVED in said
 
 
+def test_an_adapter_beside_the_weights_is_refused(folder: Path, kernel_cache: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "adapter_config.json belongs to an adapter" in refusal(folder, kernel_cache)
+
+
 def test_a_decoder_whose_config_says_that_it_is_none_is_served() -> None:
     config = GPTNeoXConfig(architectures=[GPTNeoXForCausalLM.__name__])
     assert config.is_decoder is False

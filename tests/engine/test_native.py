@@ -188,6 +188,21 @@ def test_a_token_without_an_embedding_fails_its_step_alone(token: int, tied: boo
     assert torch.equal(found, expected)
 
 
+def test_the_kernels_keep_an_untied_embedding_that_the_model_gives_up(folder: Path, tmp_path: Path) -> None:
+    """They read it where the model has it, here in a mapped file."""
+    model, prompt = tiny_model("llama", tie_word_embeddings=False).to(torch.bfloat16), prompt_of(20, 1)
+    weight, file = model.get_input_embeddings().weight, tmp_path / "embedding"
+    file.write_bytes(weight.detach().view(torch.uint8).numpy().tobytes())
+    weight.data = torch.from_file(str(file), size=weight.numel(), dtype=weight.dtype).view_as(weight)
+    with torch.inference_mode():
+        forward = NativeForward(model, KernelOptions(2, folder))
+        expected = PageBook(model).step(forward, {"row": prompt})["row"]
+    model.float()
+    assert str(file) in Path("/proc/self/maps").read_text()
+    with torch.inference_mode():
+        assert torch.equal(PageBook(model).step(forward, {"row": prompt})["row"], expected)
+
+
 @pytest.mark.parametrize("lacks", ["pages", "logits"])
 def test_a_step_without_memory_leaves_the_forward_as_it_was(
     lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """Several models in one process: how they reserve memory, and take turns on the cores."""
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants, hf_hub_download
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import hub
 
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import BuiltEngine, build_engine
@@ -33,7 +37,7 @@ from tests.engine.tiny import tiny_model as make
 GIB = 2**30
 
 
-def built(folder: Path, resources: ProcessResources, **extra: object) -> BuiltEngine:
+def built(folder: Path | str, resources: ProcessResources, **extra: object) -> BuiltEngine:
     return build_engine(parse_settings(uri=str(folder), extra={"threads": 1, **extra}, environ={}), resources=resources)
 
 
@@ -73,6 +77,44 @@ def test_models_are_built_one_after_the_other(
         engine.give_back()
         engine.shutdown()
     assert building == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model-00001-of-00001.safetensors"])
+def test_a_model_whose_weights_are_downloaded_keeps_no_other_from_loading(
+    file: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache has all files of a model but the weights."""
+    commit, cached = "c0ffee" * 6 + "c0de", tmp_path / "models--tiny--llama"
+    snapshot = Path(shutil.copytree(tiny_model, cached / "snapshots" / commit))
+    if file != "model.safetensors":
+        places = dict.fromkeys(load_file(snapshot / "model.safetensors"), file)
+        index = json.dumps({"metadata": {}, "weight_map": places})
+        (snapshot / "model.safetensors.index.json").write_text(index)
+    (snapshot / "model.safetensors").unlink()
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked, arrives = threading.Event(), threading.Event()
+
+    def download(hub_id: str, name: str, **options: Any) -> Any:
+        if name == file and not (snapshot / name).exists():
+            asked.set()
+            assert arrives.wait(60)
+            shutil.copy(tiny_model / "model.safetensors", snapshot / name)
+        return hf_hub_download(hub_id, name, **options)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    resources = ProcessResources()
+    with ThreadPoolExecutor(1) as pool:
+        downloaded = pool.submit(built, "hf://tiny/llama", resources, fast_path="off")
+        assert asked.wait(60)
+        other = built(tiny_model, resources, fast_path="off")
+        arrives.set()
+        engines = [other, downloaded.result()]
+    for engine in engines:
+        engine.give_back()
+        engine.shutdown()
 
 
 def test_a_load_that_waits_for_another_can_be_cancelled() -> None:

@@ -6,14 +6,19 @@ causal language models. With an encoder's weights, the output of that class woul
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import AutoConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from mlserver_torch_stream.engine.child_process import in_process
-from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.failures import NotPacked, in_a_line
+from mlserver_torch_stream.engine.fingerprint import weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder, kept_folder
@@ -22,6 +27,32 @@ from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
 from mlserver_torch_stream.engine_settings import EngineSettings
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import ResolvedSettings
+
+logger = logging.getLogger(__name__)
+
+
+def download_weights(resolved: ResolvedSettings) -> None:
+    """Downloads the safetensors of a hub id into the hub's cache, where ``load_weights`` finds them.
+
+    ``load_weights`` downloads what is still missing then, and reports errors.
+    """
+    hub_id = resolved.source.location
+    if resolved.source.kind != "hub":
+        return
+    try:
+        commit = weights_folder(resolved, hub_id).name  # with it, the cache needs no hub for the files that it has
+        code = {"revision": commit, "trust_remote_code": resolved.settings.trust_remote_code}
+        config = AutoConfig.from_pretrained(hub_id, **code)
+        refuse_other_kinds(config)
+        if getattr(config, "transformers_weights", None) is not None:
+            return
+        place = {"revision": commit, "_raise_exceptions_for_missing_entries": False}
+        if cached_file(hub_id, SAFE_WEIGHTS_NAME, **place) is None:
+            index = cached_file(hub_id, SAFE_WEIGHTS_INDEX_NAME, **place)
+            if index is not None:
+                get_checkpoint_shard_files(hub_id, index, revision=commit)
+    except Exception as error:
+        logger.debug("The weights of %s are not downloaded before the load: %s", hub_id, in_a_line(error))
 
 
 def locate(resolved: ResolvedSettings) -> ModelFiles:

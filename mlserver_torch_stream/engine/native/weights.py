@@ -255,7 +255,8 @@ class PackedWeights:
         if decoder.table is not None:
             table = self._matrix(decoder.table)
         elif isinstance(decoder.embedding, Tensor) and decoder.embedding is not decoder.head.weights[0]:
-            embedding = self._keep(decoder.embedding.to(self._dtype).contiguous())
+            # Detached: a parameter of transformers' model would lose this memory if the model is converted.
+            embedding = self._keep(decoder.embedding.detach().to(self._dtype).contiguous())
             table = c.KernelMatrix(len(decoder.embedding))  # only its size
         return c.KernelWeights(entries, embedding, head, table, self._vector(decoder.last_norm))
 
