@@ -193,6 +193,20 @@ def test_a_slow_first_step_of_decoding_is_forgotten() -> None:
     assert budget.fitting(budget.cost, 0) == pytest.approx(50, rel=0.3)
 
 
+def test_a_slow_spell_of_decoding_does_not_lengthen_the_steps_of_the_prompts_that_follow_it() -> None:
+    """While prompts keep coming, no step without prompts shows that decoding is ten times as fast again."""
+    cost, times = StepCost(), list[float]()
+    learn(cost, 0.05, 0.004, 0.002)
+    for _ in range(100):
+        cost.note(0, 4, 0.58)
+    for _ in range(60):
+        tokens = int(cost.budget(0.25, 4, 16, waited=30.0).cost)
+        times.append(0.058 + 0.004 * tokens)
+        cost.note(tokens, 4, times[-1])
+    assert max(times) <= 1.25 * 0.25 < 0.58
+    assert times[-1] == pytest.approx(0.25, rel=0.1)
+
+
 @given(STEPS)
 def test_any_times_keep_the_share_of_keys_within_what_a_prompt_token_takes(steps: list[tuple[int, int, float]]) -> None:
     cost = StepCost()
