@@ -307,3 +307,33 @@ def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, t
     assert all(request.sequences[0].tokens for request in requests)
     assert max(times) <= 1.25 * target + 0.02
     assert sum(times) / len(times) > 0.8 * target
+
+
+def test_a_stream_waits_no_longer_than_the_target_for_the_forced_tokens_of_another() -> None:
+    """A long constant of a schema. The real scheduler plans the steps; their durations are computed."""
+    base, _, per_row, _ = SHAPES["1.1B"]
+    requests = [request_of(range(size, 2 * size), 10**6, context=10**7) for size in (64, 80)]
+    cost, is_forced, times = StepCost(), False, list[float]()
+    scheduler = Scheduler(
+        SchedulerLimits(32, 512, (2000,), 10**12),
+        CacheSpec(16, (LayerGroup((0,), token_bytes=4),)),
+        lambda sequence, running: [1] * 400 if is_forced and sequence.request is requests[0] else [],
+    )
+    for request in requests:
+        scheduler.add(request)
+    for step in range(40):
+        is_forced = step > 20
+        rows = scheduler.running_sequences
+        plan = scheduler.schedule((), cost.budget(0.5, rows, 16) if rows else None)
+        seconds = base + per_row * (plan.batch.tokens - plan.prompt_tokens) + 0.0042 * plan.prompt_tokens
+        cost.note(plan.prompt_tokens, plan.batch.tokens - plan.prompt_tokens, seconds, 100.0 * plan.prompt_tokens)
+        times += [seconds] if is_forced else []
+        for part in plan.parts:
+            if not part.drafts:
+                scheduler.advance(part, part.count)
+            for sequence in part.samples:
+                sequence.tokens += [1] * (1 + len(part.drafts))
+            if part.drafts:
+                scheduler.advance(part, part.count)
+    assert 0.8 * 0.5 < max(times) <= 1.05 * 0.5
+    assert cost.budget(0.5, 1, 16, alone=True).most_drafts == math.inf

@@ -248,7 +248,8 @@ class ContinuousBatcher(Batcher):
             elif self._kept_out < _SILENT_STEPS and sequence.awaits_text:
                 spent = max(spent, now - sequence.waits_since)
         target = self._step_target / (1 + self._others)
-        return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)
+        alone = self._scheduler.running_sequences == 1 and not self._others
+        return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent, alone=alone)
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
         requests = dict.fromkeys([part.sequence.request for part in plan.parts])

@@ -7,6 +7,8 @@ into a step.
 
 from __future__ import annotations
 
+import math
+
 from mlserver_torch_stream.engine.scheduler.queue import PromptBudget
 
 # The time that one more row is expected to add: the share _OF_STEP of the step's time, but at most the share _OF_ROW of
@@ -188,7 +190,7 @@ class StepCost:
         return seconds
 
     def budget(
-        self, target: float, rows: int, least: int = 1, *, waited: float = 0.0, spent: float = 0.0
+        self, target: float, rows: int, least: int = 1, *, waited: float = 0.0, spent: float = 0.0, alone: bool = False
     ) -> PromptBudget:
         """Returns how many prompt tokens a step of ``target`` seconds can compute beside ``rows`` rows.
 
@@ -201,10 +203,14 @@ class StepCost:
         If ``spent`` seconds of the target have passed before the step, the step gets only the prompt tokens that fit
         into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens takes longer than
         the target: then every step is late, and prompts would only wait longer.
+
+        All drafts together get the time that decoding leaves of the target, but at least ``least`` drafts. Their number
+        is not limited if a sequence decodes ``alone``, because no other stream waits for them.
         """
-        fit, decoding = self._prompts, self.of(rows)
+        fit, decoding, per_row = self._prompts, self.of(rows), self.per_row
+        most_drafts = math.inf if alone or not per_row else max(least, (target - decoding) / per_row)
         if not fit.weight:
-            return PromptBudget(least, 0.0, least)
+            return PromptBudget(least, 0.0, least, most_drafts=most_drafts)
         if spent and self.of(rows, least) <= target:
             seconds, least = (target - spent) * self._caution - decoding, 0
         else:
@@ -213,7 +219,7 @@ class StepCost:
         per_token, per_key = self._of_prompts
         counted = fit.size + (seconds - fit.seconds + per_key * fit.keys) / per_token
         tokens = min(counted, _MAX_GROWTH * self._largest)
-        return PromptBudget(max(least, tokens), per_key / per_token, least, self.per_row / per_token)
+        return PromptBudget(max(least, tokens), per_key / per_token, least, per_row / per_token, most_drafts)
 
     @property
     def _caution(self) -> float:
