@@ -227,8 +227,9 @@ class ContinuousBatcher(Batcher):
         rows = -(-running // self._flights.most)  # decode rows of one of the steps in flight
         waits, budget = self._scheduler.has_prompts, self._prompt_budget(rows)
         plan = self._scheduler.schedule(self._busy, budget)
-        keeps_out = waits and budget is not None and not budget.least and not plan.prompt_tokens
-        self._kept_out = self._kept_out + 1 if keeps_out else 0
+        if plan:
+            keeps_out = waits and budget is not None and not budget.least and not plan.prompt_tokens
+            self._kept_out = self._kept_out + 1 if keeps_out else 0
         return plan
 
     def _prompt_budget(self, rows: int) -> PromptBudget | None:
