@@ -376,6 +376,24 @@ def test_a_second_batch_that_nothing_is_left_for_does_not_count_as_a_step_withou
 
 
 @pytest.mark.long
+def test_a_sequence_that_is_computed_again_while_no_other_decodes_is_not_paced(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
+) -> None:
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.02)
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += 0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1)
+
+    watch.fail = take_time
+    stream = added(batcher, codec, loop, prompt_of(200), 500)
+    for _ in range(5):
+        prompt_tokens_of_step(batcher)
+    batcher._scheduler.restarts.recompute(stream.sequences)
+    assert prompt_tokens_of_step(batcher) == 205
+    assert prompt_tokens_of_step(batcher) == 0 and len(stream.sequences[0].tokens) == 7
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_no_prompt_waits_for_more_than_three_steps(
     model: PreTrainedModel,
