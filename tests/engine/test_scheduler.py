@@ -260,6 +260,17 @@ def test_drafts_and_prompts_of_a_step_share_its_time() -> None:
     assert sum(len(part.drafts) for part in beside.parts) == 6 and beside.prompt_tokens == 4
 
 
+def test_a_prompt_that_there_is_no_place_for_takes_no_drafts_from_the_running_sequences() -> None:
+    engine = engine_of(pages=400, max_num_seqs=2, drafts=lambda sequence, running: [1, 2, 3])
+    engine.prompt_budget = lambda: PromptBudget(5, 0.0, 4, per_draft=1.0)
+    for number in range(3):
+        engine.add(request_of(prompt_of(4, number), 60))
+    while engine.scheduler.running_sequences < 2:
+        engine.step()
+    assert len(engine.scheduler.waiting) == 1
+    assert [len(part.drafts) for part in engine.step().parts] == [3, 3]
+
+
 def test_the_drafts_of_all_sequences_together_keep_to_their_number() -> None:
     engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: [1] * 6)
     for number in range(3):

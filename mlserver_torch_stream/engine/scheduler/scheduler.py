@@ -268,8 +268,8 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a prompt waits, is being computed or, after a preemption, is to be computed again."""
-        return bool(self.waiting) or any(not scheduled.decodes for scheduled in self.admitted)
+        """Whether a prompt waits and there is a place for it, is being computed, or is to be computed again."""
+        return bool(self.waiting and self._places > 0) or any(not scheduled.decodes for scheduled in self.admitted)
 
     # --- the plan of a step ---
 
