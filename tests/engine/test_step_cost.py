@@ -207,6 +207,30 @@ def test_a_slow_spell_of_decoding_does_not_lengthen_the_steps_of_the_prompts_tha
     assert times[-1] == pytest.approx(0.25, rel=0.1)
 
 
+@given(
+    st.floats(0.002, 0.4),
+    st.floats(1e-4, 0.02),
+    st.floats(0.05, 1.0),
+    st.lists(st.tuples(st.floats(0.1, 10), st.integers(0, 120), st.integers(0, 40)), max_size=4),
+)
+def test_steps_keep_to_the_target_again_after_any_changes_of_speed(
+    decoding: float, per_token: float, target: float, spells: list[tuple[float, int, int]]
+) -> None:
+    """Each spell has steps without prompts and then steps with prompts. At its end, prompts keep coming."""
+    cost, tokens, times = StepCost(), 16, list[float]()
+    for speed, alone, beside in [(1.0, 5, 5), *spells, (1.0, 0, 100)]:
+        for _ in range(alone):
+            cost.note(0, 4, speed * decoding)
+        times = []
+        for _ in range(beside):
+            tokens = min(4096, int(cost.budget(target, 4, 16).cost))
+            times.append(speed * (decoding + per_token * tokens))
+            cost.note(tokens, 4, times[-1])
+    page = decoding + 16 * per_token
+    assert max(times[50:]) <= 1.25 * max(target, 2 * decoding, 1.4 * page)
+    assert sum(times[50:]) / 50 >= 0.6 * min(target, decoding + 4096 * per_token) or tokens == 16
+
+
 @given(STEPS)
 def test_any_times_keep_the_share_of_keys_within_what_a_prompt_token_takes(steps: list[tuple[int, int, float]]) -> None:
     cost = StepCost()
