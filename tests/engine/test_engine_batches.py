@@ -22,6 +22,7 @@ from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import FairLock
+from mlserver_torch_stream.types import Constraint, ConstraintKind
 from tests.engine.tiny import (
     Watch,
     batcher_over,
@@ -333,10 +334,16 @@ def test_a_prompt_or_a_preempted_sequence_that_has_waited_for_long_gets_a_larger
 
 
 def added(
-    batcher: ContinuousBatcher, codec: TextCodec, loop: asyncio.AbstractEventLoop, prompt: tuple[int, ...], count: int
+    batcher: ContinuousBatcher,
+    codec: TextCodec,
+    loop: asyncio.AbstractEventLoop,
+    prompt: tuple[int, ...],
+    count: int,
+    **more: Any,
 ) -> RequestState:
+    """Adds a request. ``more`` are fields of ``EngineRequest``."""
     mailbox = Mailbox(loop, 1, lambda mailbox: None)
-    batcher.add(request := RequestState(EngineRequest(prompt, greedy(count)), mailbox, codec, (), LONG))
+    batcher.add(request := RequestState(EngineRequest(prompt, greedy(count), **more), mailbox, codec, (), LONG))
     return request
 
 
@@ -346,6 +353,31 @@ def prompt_tokens_of_step(batcher: ContinuousBatcher) -> int:
     with torch.inference_mode():
         batcher.step(lambda sequences: [each.take_events() for each in sequences], lambda: False, lambda: None)
     return batcher.stats.prefill_tokens - before
+
+
+@pytest.mark.long
+def test_forced_tokens_keep_to_the_target_if_another_stream_waits_for_them(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
+) -> None:
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.05)
+    constant = codec.submit(Constraint(ConstraintKind.REGEX, "a{200}", "field")).result()
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += 0.01 + 0.001 * sum(map(len, call))
+
+    watch.fail = take_time
+    longest = []
+    for count in (20, 1000):
+        stream = added(batcher, codec, loop, prompt_of(5), count)
+        for _ in range(20):
+            prompt_tokens_of_step(batcher)
+        forced = added(batcher, codec, loop, prompt_of(5, 1), 300, constraint=constant)
+        watch.calls.clear()
+        while not forced.finished:
+            prompt_tokens_of_step(batcher)
+        longest.append(max(len(row) for call in watch.calls for row in call))
+        assert stream.finished == (count == 20) and len(forced.sequences[0].tokens) == 200
+    assert longest[0] >= 150 and longest[1] <= 45
 
 
 @pytest.mark.long

@@ -251,8 +251,7 @@ class ContinuousBatcher(Batcher):
         if not (decoding or self._others):
             return None
         rows = -(-decoding // self._flights.most)  # of one of the steps in flight
-        target = self._step_target / (1 + self._others)
-        alone = self._scheduler.running_sequences == 1 and not self._others
+        target, alone = self._step_target / (1 + self._others), decoding == 1 and not self._others
         return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent, alone=alone)
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
