@@ -131,6 +131,16 @@ def test_time_that_has_passed_before_a_step_leaves_its_prompts_the_rest_or_nothi
     assert cost.budget(0.06, 4, 16, spent=0.05) == cost.budget(0.06, 4, 16)  # decoding and a page take longer
 
 
+def test_time_that_has_passed_keeps_no_prompt_out_whose_next_page_takes_longer_than_the_target() -> None:
+    cost, dice = StepCost(), random.Random(1)
+    for _ in range(100):
+        tokens, context = dice.choice([16, 64, 128]), dice.uniform(0, 2000)
+        cost.note(0, 4, 0.05)
+        cost.note(tokens, 4, 0.05 + tokens * (0.001 + 1e-6 * context), tokens * context)
+    late = [cost.budget(0.2, 4, 16, spent=0.19, start=start).least for start in (0, 2000, 20_000)]
+    assert late == [0, 0, 16]
+
+
 def test_drafts_cost_what_a_row_takes_in_prompt_tokens() -> None:
     cost = StepCost()
     learn(cost, 0.05, 0.001, 0.002)

@@ -239,11 +239,13 @@ class ContinuousBatcher(Batcher):
         """
         if self._step_target is None:
             return None
-        decoding, now, waited, spent = 0, time.monotonic(), 0.0, 0.0
+        now, waited, spent = time.monotonic(), 0.0, 0.0
+        decoding, starts = 0, list[int]()
         for scheduled in self._scheduler.admitted:
             sequence = scheduled.sequence
             if not scheduled.decodes:
                 waited = max(waited, now - sequence.waits_since)
+                starts.append(scheduled.computed)
                 continue
             decoding += 1
             if self._kept_out < _SILENT_STEPS and sequence.awaits_text:
@@ -252,7 +254,10 @@ class ContinuousBatcher(Batcher):
             return None
         rows = -(-decoding // self._flights.most)  # of one of the steps in flight
         target, alone = self._step_target / (1 + self._others), decoding == 1 and not self._others
-        return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent, alone=alone)
+        start = starts[0] if starts else 0
+        return self._cost.budget(
+            target, rows, self._min_prompt_tokens, waited=waited, spent=spent, start=start, alone=alone
+        )
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
         requests = dict.fromkeys([part.sequence.request for part in plan.parts])

@@ -190,7 +190,15 @@ class StepCost:
         return seconds
 
     def budget(
-        self, target: float, rows: int, least: int = 1, *, waited: float = 0.0, spent: float = 0.0, alone: bool = False
+        self,
+        target: float,
+        rows: int,
+        least: int = 1,
+        *,
+        waited: float = 0.0,
+        spent: float = 0.0,
+        start: int = 0,
+        alone: bool = False,
     ) -> PromptBudget:
         """Returns how many prompt tokens a step of ``target`` seconds can compute beside ``rows`` rows.
 
@@ -201,8 +209,9 @@ class StepCost:
         steps, the smaller the budget.
 
         If ``spent`` seconds of the target have passed before the step, the step gets only the prompt tokens that fit
-        into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens takes longer than
-        the target: then every step is late, and prompts would only wait longer.
+        into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens of the oldest
+        prompt, from its position ``start`` on, takes longer than the target: then every step with prompts is late, and
+        prompts would only wait longer.
 
         All drafts together get the time that decoding leaves of the target, but at least ``least`` drafts. Their number
         is not limited if a sequence decodes ``alone``, because no other stream waits for them.
@@ -211,7 +220,7 @@ class StepCost:
         most_drafts = math.inf if alone or not per_row else max(least, (target - decoding) / per_row)
         if not fit.weight:
             return PromptBudget(least, 0.0, least, most_drafts=most_drafts)
-        if spent and self.of(rows, least) <= target:
+        if spent and self.of(rows, least, least * (start + least / 2)) <= target:
             seconds, least = (target - spent) * self._caution - decoding, 0
         else:
             share = min(1.0, _FLOOR_SHARE * (1 + waited / _STARVING)) if self._confirmed else 0.0
