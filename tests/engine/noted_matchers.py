@@ -15,8 +15,8 @@ def note_matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[TokenMatc
     matchers: list[weakref.ref[TokenMatcher]] = []
     make = CompiledConstraint.matcher
 
-    def noted(self: CompiledConstraint, end_ids: Collection[int]) -> TokenMatcher:
-        matcher = make(self, end_ids)
+    def noted(self: CompiledConstraint, end_ids: Collection[int], vocab_size: int) -> TokenMatcher:
+        matcher = make(self, end_ids, vocab_size)
         matchers.append(weakref.ref(matcher))
         return matcher
 

@@ -14,7 +14,7 @@ _ENDS = 0.3  # the chance that an answer ends where it may
 
 def random_answer(compiled: CompiledConstraint, end_id: int, seed: int, most: int = 400) -> Sequence[int] | None:
     """Returns the tokens of an answer without its end token; None if the answer has not ended after ``most`` tokens."""
-    draw, matcher, tokens = random.Random(seed), compiled.matcher([end_id]), list[int]()
+    draw, matcher, tokens = random.Random(seed), compiled.matcher([end_id], compiled.vocab_size), list[int]()
     while not matcher.complete and len(tokens) < most:
         allowed = np.flatnonzero(np.unpackbits(matcher.mask(), bitorder="little")).tolist()
         if end_id in allowed and (len(allowed) == 1 or draw.random() < _ENDS):

@@ -22,7 +22,7 @@ from mlserver_torch_stream.engine.constraints.constraint_compiler import Constra
 from mlserver_torch_stream.errors import InvalidInput
 from mlserver_torch_stream.types import Constraint, ConstraintKind, ReasoningMarks
 from tests.engine.random_answers import random_answer
-from tests.engine.tiny import EOS, byte_tokenizer
+from tests.engine.tiny import EOS, VOCAB, byte_tokenizer
 
 
 def _regex(source: str, field: str = "structured_outputs.regex") -> Constraint:
@@ -59,7 +59,7 @@ def test_what_is_asked_for_at_the_same_time_is_compiled_once() -> None:
 
 def test_sequences_of_one_constraint_do_not_disturb_each_other() -> None:
     compiled = ConstraintCompiler(byte_tokenizer()).submit(_regex("(ab|cd){2}")).result()
-    one, other = compiled.matcher([EOS]), compiled.matcher([EOS])
+    one, other = compiled.matcher([EOS], VOCAB), compiled.matcher([EOS], VOCAB)
     letters = byte_tokenizer().convert_tokens_to_ids(list("abcd"))
     one.accept(letters[0])
     assert list(one.forced) == [letters[1]] and not other.forced
@@ -72,7 +72,7 @@ def test_masks_have_one_length_whatever_the_vocabulary_is(added: int) -> None:
     """With 288 tokens, the library allocates one more word of mask than the tokens need, and never writes it."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(added)])
-    matcher = ConstraintCompiler(tokenizer).submit(_regex("[ab]{9}")).result().matcher([EOS])
+    matcher = ConstraintCompiler(tokenizer).submit(_regex("[ab]{9}")).result().matcher([EOS], VOCAB)
     first = matcher.mask()
     matcher.accept(tokenizer.convert_tokens_to_ids("a"))
     assert len(tokenizer) == 259 + added and len(matcher.mask()) == len(first) == 36
@@ -149,7 +149,7 @@ def _chain(link: str, end: str, count: int) -> str:
 def test_thousands_of_parts_that_refer_to_each_other_do_not_end_the_process(kind: str, source: str) -> None:
     """The library needs up to 64 MB of stack for such constraints."""
     compiled = ConstraintCompiler(byte_tokenizer()).submit(Constraint(ConstraintKind(kind), source, "f")).result()
-    assert compiled.matcher([EOS]).mask().any()
+    assert compiled.matcher([EOS], VOCAB).mask().any()
 
 
 def test_few_are_compiled_at_once_and_one_that_is_cancelled_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:

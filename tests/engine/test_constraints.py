@@ -30,6 +30,7 @@ from tests.engine.emulated import laid_out, pipelined
 from tests.engine.noted_matchers import note_matchers
 from tests.engine.tiny import (
     EOS,
+    VOCAB,
     byte_tokenizer,
     collect,
     idle,
@@ -245,6 +246,24 @@ def test_bad_words_go_before_forced_tokens(model: PreTrainedModel, codec: TextCo
         failed, other = _answers(engine, [replace(requests[0], sampling=banned), requests[1]])
     assert failed.finish_reason is FinishReason.ERROR and "the constraint allows" in str(failed.error)
     assert other.text in ("left", "right")
+
+
+@pytest.mark.parametrize("source", ["hello[ab]{5}", "[ab]hello[ab]{5}"], ids=["first", "later"])
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}], ids=["plain", "log-probabilities"])
+def test_a_forced_token_that_the_model_does_not_know_ends_its_sequence_before_the_forward(
+    model: PreTrainedModel, source: str, more: dict[str, Any]
+) -> None:
+    """The tokenizer has a token for the whole word, and the model has no embedding for that token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["hello"])
+    constraint = _compiled(TextCodec(tokenizer), "regex", source)
+    matcher = constraint.matcher([EOS], len(tokenizer))
+    while not matcher.forced:
+        matcher.accept(tokenizer.convert_tokens_to_ids("a"))
+    assert matcher.forced[0] == tokenizer.convert_tokens_to_ids("hello") == VOCAB
+    answer = _answer(model, constraint, **more)
+    assert answer.finish_reason is FinishReason.ERROR and "the model does not know" in str(answer.error)
+    assert len(answer.token_ids) == source.index("hello") // 4
 
 
 @pytest.mark.parametrize("serial", [False, True])

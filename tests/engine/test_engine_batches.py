@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from mlserver_torch_stream.engine.api import EngineRequest, EngineStats, Mailbox
 from mlserver_torch_stream.engine.cache.pages import CPU_PAGE_SIZE
 from mlserver_torch_stream.engine.checks.selfcheck import check_batching
 from mlserver_torch_stream.engine.core import EngineCore
+from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.step import continuous
+from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import FairLock
+from mlserver_torch_stream.types import Constraint, ConstraintKind
 from tests.engine.tiny import (
     Watch,
     batcher_over,
@@ -327,6 +331,130 @@ def test_a_prompt_or_a_preempted_sequence_that_has_waited_for_long_gets_a_larger
         steps.append(len(watch.calls))
     assert steps[4] < 0.7 * steps[3]
     assert not stream.finished
+
+
+def added(
+    batcher: ContinuousBatcher,
+    codec: TextCodec,
+    loop: asyncio.AbstractEventLoop,
+    prompt: tuple[int, ...],
+    count: int,
+    **more: Any,
+) -> RequestState:
+    """Adds a request. ``more`` are fields of ``EngineRequest``."""
+    mailbox = Mailbox(loop, 1, lambda mailbox: None)
+    batcher.add(request := RequestState(EngineRequest(prompt, greedy(count), **more), mailbox, codec, (), LONG))
+    return request
+
+
+def prompt_tokens_of_step(batcher: ContinuousBatcher) -> int:
+    """Runs a step, whose events are taken at once."""
+    before = batcher.stats.prefill_tokens
+    with torch.inference_mode():
+        batcher.step(lambda sequences: [each.take_events() for each in sequences], lambda: False, lambda: None)
+    return batcher.stats.prefill_tokens - before
+
+
+@pytest.mark.long
+def test_forced_tokens_keep_to_the_target_if_another_stream_waits_for_them(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
+) -> None:
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.05)
+    constant = codec.submit(Constraint(ConstraintKind.REGEX, "a{200}", "field")).result()
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += 0.01 + 0.001 * sum(map(len, call))
+
+    watch.fail = take_time
+    longest = []
+    for count in (20, 1000):
+        stream = added(batcher, codec, loop, prompt_of(5), count)
+        for _ in range(20):
+            prompt_tokens_of_step(batcher)
+        forced = added(batcher, codec, loop, prompt_of(5, 1), 300, constraint=constant)
+        watch.calls.clear()
+        while not forced.finished:
+            prompt_tokens_of_step(batcher)
+        longest.append(max(len(row) for call in watch.calls for row in call))
+        assert stream.finished == (count == 20) and len(forced.sequences[0].tokens) == 200
+    assert longest[0] >= 150 and longest[1] <= 45
+
+
+@pytest.mark.long
+def test_a_second_batch_that_nothing_is_left_for_does_not_count_as_a_step_without_prompts(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
+) -> None:
+    """Characters are three tokens, and two steps of decoding take longer than the target."""
+    flights: InlineForwards[Any, Logits] = InlineForwards()
+    flights.most = 2
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.06, flights=flights)
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += 0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1)
+
+    watch.fail = take_time
+    with dictated(model, spelled("日"), prompt=5):
+        stream = added(batcher, codec, loop, prompt_of(5), 500)
+        for _ in range(8):
+            prompt_tokens_of_step(batcher)
+        learned = added(batcher, codec, loop, prompt_of(100, 1), 1)
+        while not learned.finished:
+            prompt_tokens_of_step(batcher)
+        late, tokens = added(batcher, codec, loop, prompt_of(60, 3), 1), [0] * 3
+        while not late.finished:
+            incomplete = len(stream.sequences[0].tokens) % 3
+            tokens[incomplete] += prompt_tokens_of_step(batcher)
+    assert tokens == [60, 0, 0] and not stream.finished
+
+
+@pytest.mark.long
+def test_a_sequence_that_is_computed_again_while_no_other_decodes_is_not_paced(
+    model: PreTrainedModel, codec: TextCodec, loop: asyncio.AbstractEventLoop, watch: Watch, clock: Clock
+) -> None:
+    batcher = batcher_over(model, page_size=4, prefill_tokens=512, step_target=0.02)
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += 0.04 + 0.001 * sum(len(row) for row in call if len(row) > 1)
+
+    watch.fail = take_time
+    stream = added(batcher, codec, loop, prompt_of(200), 500)
+    for _ in range(5):
+        prompt_tokens_of_step(batcher)
+    batcher._scheduler.restarts.recompute(stream.sequences)
+    assert prompt_tokens_of_step(batcher) == 205
+    assert prompt_tokens_of_step(batcher) == 0 and len(stream.sequences[0].tokens) == 7
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_no_prompt_waits_for_more_than_three_steps(
+    model: PreTrainedModel,
+    codec: TextCodec,
+    loop: asyncio.AbstractEventLoop,
+    watch: Watch,
+    clock: Clock,
+    seed: int,
+) -> None:
+    """Whatever the streams write, how long steps take, and however often the machine pauses."""
+    dice = random.Random(seed)
+    base, per_token = dice.choice([0.001, 0.02, 0.2]), dice.choice([1e-5, 1e-3, 1e-2])
+    batcher = batcher_over(model, page_size=4, prefill_tokens=64, step_target=dice.choice([0.02, 0.1, 0.5]))
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += dice.uniform(0.5, 2) * (base + per_token * sum(map(len, call))) + 10 * (dice.random() < 0.03)
+
+    watch.fail = take_time
+    waited = longest = 0
+    with dictated(model, spelled("a日本語😀 ok"), prompt=5):
+        streams = [added(batcher, codec, loop, prompt_of(5 + number, number), 1000) for number in range(4)]
+        late: list[RequestState] = []
+        for step in range(250):
+            if step % 20 == 10 and all(request.finished for request in late):
+                late = [added(batcher, codec, loop, prompt_of(dice.randint(1, 90), step + more), 2) for more in (0, 1)]
+            waits = batcher._scheduler.has_prompts
+            waited = 0 if prompt_tokens_of_step(batcher) or not waits else waited + 1
+            longest = max(longest, waited)
+    assert longest <= 3 and not any(stream.finished for stream in streams)
 
 
 @pytest.mark.long

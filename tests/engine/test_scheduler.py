@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -256,6 +258,27 @@ def test_drafts_and_prompts_of_a_step_share_its_time() -> None:
     engine.prompt_budget = lambda: PromptBudget(10, 0.0, 4, per_draft=1.0)
     beside = engine.step()
     assert sum(len(part.drafts) for part in beside.parts) == 6 and beside.prompt_tokens == 4
+
+
+def test_a_prompt_that_there_is_no_place_for_takes_no_drafts_from_the_running_sequences() -> None:
+    engine = engine_of(pages=400, max_num_seqs=2, drafts=lambda sequence, running: [1, 2, 3])
+    engine.prompt_budget = lambda: PromptBudget(5, 0.0, 4, per_draft=1.0)
+    for number in range(3):
+        engine.add(request_of(prompt_of(4, number), 60))
+    while engine.scheduler.running_sequences < 2:
+        engine.step()
+    assert len(engine.scheduler.waiting) == 1
+    assert [len(part.drafts) for part in engine.step().parts] == [3, 3]
+
+
+def test_the_drafts_of_all_sequences_together_keep_to_their_number() -> None:
+    engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: [1] * 6)
+    for number in range(3):
+        engine.add(request_of(prompt_of(4, number), 90))
+    engine.step()
+    for most, drafts in ((math.inf, [6, 6, 6]), (9.5, [6, 3, 0]), (0.5, [0, 0, 0])):
+        engine.prompt_budget = partial(PromptBudget, math.inf, most_drafts=most)
+        assert [len(part.drafts) for part in engine.step().parts] == drafts
 
 
 def test_a_budget_without_a_least_computes_no_prompt_that_does_not_fit() -> None:

@@ -131,6 +131,16 @@ def test_time_that_has_passed_before_a_step_leaves_its_prompts_the_rest_or_nothi
     assert cost.budget(0.06, 4, 16, spent=0.05) == cost.budget(0.06, 4, 16)  # decoding and a page take longer
 
 
+def test_time_that_has_passed_keeps_no_prompt_out_whose_next_page_takes_longer_than_the_target() -> None:
+    cost, dice = StepCost(), random.Random(1)
+    for _ in range(100):
+        tokens, context = dice.choice([16, 64, 128]), dice.uniform(0, 2000)
+        cost.note(0, 4, 0.05)
+        cost.note(tokens, 4, 0.05 + tokens * (0.001 + 1e-6 * context), tokens * context)
+    late = [cost.budget(0.2, 4, 16, spent=0.19, start=start).least for start in (0, 2000, 20_000)]
+    assert late == [0, 0, 16]
+
+
 def test_drafts_cost_what_a_row_takes_in_prompt_tokens() -> None:
     cost = StepCost()
     learn(cost, 0.05, 0.001, 0.002)
@@ -191,6 +201,44 @@ def test_a_slow_first_step_of_decoding_is_forgotten() -> None:
         cost.note(64, 1, 0.05 + 64 * 0.004, 64 * 32)
     budget = cost.budget(0.25, 1)
     assert budget.fitting(budget.cost, 0) == pytest.approx(50, rel=0.3)
+
+
+def test_a_slow_spell_of_decoding_does_not_lengthen_the_steps_of_the_prompts_that_follow_it() -> None:
+    """While prompts keep coming, no step without prompts shows that decoding is ten times as fast again."""
+    cost, times = StepCost(), list[float]()
+    learn(cost, 0.05, 0.004, 0.002)
+    for _ in range(100):
+        cost.note(0, 4, 0.58)
+    for _ in range(60):
+        tokens = int(cost.budget(0.25, 4, 16, waited=30.0).cost)
+        times.append(0.058 + 0.004 * tokens)
+        cost.note(tokens, 4, times[-1])
+    assert max(times) <= 1.25 * 0.25 < 0.58
+    assert times[-1] == pytest.approx(0.25, rel=0.1)
+
+
+@given(
+    st.floats(0.002, 0.4),
+    st.floats(1e-4, 0.02),
+    st.floats(0.05, 1.0),
+    st.lists(st.tuples(st.floats(0.1, 10), st.integers(0, 120), st.integers(0, 40)), max_size=4),
+)
+def test_steps_keep_to_the_target_again_after_any_changes_of_speed(
+    decoding: float, per_token: float, target: float, spells: list[tuple[float, int, int]]
+) -> None:
+    """Each spell has steps without prompts and then steps with prompts. At its end, prompts keep coming."""
+    cost, tokens, times = StepCost(), 16, list[float]()
+    for speed, alone, beside in [(1.0, 5, 5), *spells, (1.0, 0, 100)]:
+        for _ in range(alone):
+            cost.note(0, 4, speed * decoding)
+        times = []
+        for _ in range(beside):
+            tokens = min(4096, int(cost.budget(target, 4, 16).cost))
+            times.append(speed * (decoding + per_token * tokens))
+            cost.note(tokens, 4, times[-1])
+    page = decoding + 16 * per_token
+    assert max(times[50:]) <= 1.25 * max(target, 2 * decoding, 1.4 * page)
+    assert sum(times[50:]) / 50 >= 0.6 * min(target, decoding + 4096 * per_token) or tokens == 16
 
 
 @given(STEPS)
@@ -293,3 +341,33 @@ def test_no_step_beside_a_stream_takes_much_longer_than_the_target(shape: str, t
     assert all(request.sequences[0].tokens for request in requests)
     assert max(times) <= 1.25 * target + 0.02
     assert sum(times) / len(times) > 0.8 * target
+
+
+def test_a_stream_waits_no_longer_than_the_target_for_the_forced_tokens_of_another() -> None:
+    """A long constant of a schema. The real scheduler plans the steps; their durations are computed."""
+    base, _, per_row, _ = SHAPES["1.1B"]
+    requests = [request_of(range(size, 2 * size), 10**6, context=10**7) for size in (64, 80)]
+    cost, is_forced, times = StepCost(), False, list[float]()
+    scheduler = Scheduler(
+        SchedulerLimits(32, 512, (2000,), 10**12),
+        CacheSpec(16, (LayerGroup((0,), token_bytes=4),)),
+        lambda sequence, running: [1] * 400 if is_forced and sequence.request is requests[0] else [],
+    )
+    for request in requests:
+        scheduler.add(request)
+    for step in range(40):
+        is_forced = step > 20
+        rows = scheduler.running_sequences
+        plan = scheduler.schedule((), cost.budget(0.5, rows, 16) if rows else None)
+        seconds = base + per_row * (plan.batch.tokens - plan.prompt_tokens) + 0.0042 * plan.prompt_tokens
+        cost.note(plan.prompt_tokens, plan.batch.tokens - plan.prompt_tokens, seconds, 100.0 * plan.prompt_tokens)
+        times += [seconds] if is_forced else []
+        for part in plan.parts:
+            if not part.drafts:
+                scheduler.advance(part, part.count)
+            for sequence in part.samples:
+                sequence.tokens += [1] * (1 + len(part.drafts))
+            if part.drafts:
+                scheduler.advance(part, part.count)
+    assert 0.8 * 0.5 < max(times) <= 1.05 * 0.5
+    assert cost.budget(0.5, 1, 16, alone=True).most_drafts == math.inf

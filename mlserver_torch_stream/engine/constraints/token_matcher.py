@@ -32,7 +32,9 @@ class TokenMatcher:
     """Says which tokens the constraint allows next. All methods run on the engine's thread.
 
     ``forced`` has the tokens that must come next, in order; it is empty if there is a choice. The library's matcher has
-    already consumed these tokens, so that the mask for the next free choice can be computed before they are accepted.
+    already consumed these tokens, so that the mask for the next free choice can be computed before they are accepted. A
+    token that the model does not know is never forced, nor is any token after it; the mask then allows only that token,
+    so that none can be chosen.
     """
 
     def __init__(
@@ -45,10 +47,10 @@ class TokenMatcher:
         end_ids: Collection[int],
         field: str,
     ) -> None:
-        """``matcher`` has already consumed ``forced``; then ``first_mask`` says which tokens it allows.
+        """``forced`` are the tokens with which each answer begins; ``first_mask`` says which tokens may follow them.
 
-        ``eos_ids`` are the end tokens of the tokenizer; ``end_ids`` are the tokens that end this sequence. ``field`` is
-        the request parameter that set the constraint.
+        The model knows the tokens below ``vocab_size``. ``eos_ids`` are the tokenizer's end tokens; ``end_ids`` are
+        the tokens that end this sequence. ``field`` is the request parameter that set the constraint.
         """
         self._matcher = matcher
         self._field = field
@@ -57,8 +59,10 @@ class TokenMatcher:
         self._end_ids = frozenset(token_id for token_id in end_ids if token_id < vocab_size)
         self._mask: TokenMask | None = first_mask
         self._computing: Future[None] | None = None
+        self._vocab_size = vocab_size
         self._stopped = matcher.is_stopped()
-        self.forced = deque(forced)
+        self.forced: deque[int] = deque()
+        self._force(list(forced))
 
     @property
     def complete(self) -> bool:
@@ -77,9 +81,16 @@ class TokenMatcher:
         self._settle()
         self._mask = None
         self._consume([token_id])
-        if not self._stopped and (forced := self._matcher.compute_ff_tokens()):
-            self.forced.extend(forced)
-            self._consume(forced)
+        if not self._stopped:
+            self._force(self._matcher.compute_ff_tokens())
+
+    def _force(self, token_ids: Sequence[int]) -> None:
+        known = list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
+        if len(known) < len(token_ids):
+            self._mask = None  # it would be for the place after the unknown token
+        if known:
+            self.forced.extend(known)
+            self._consume(known)
 
     def prefix(self, drafts: Sequence[int]) -> Sequence[int]:
         """Returns the drafts before the first draft that the constraint does not allow."""
@@ -176,8 +187,11 @@ class CompiledConstraint:
     field: str
     grammar: str = ""
 
-    def matcher(self, end_ids: Collection[int]) -> TokenMatcher:
-        """Returns the matcher of a sequence. A token of ``end_ids`` may end the sequence once the constraint is met."""
-        matcher = self.start.deep_copy()
-        matcher.consume_tokens(list(self.forced))
-        return TokenMatcher(matcher, self.forced, self.first_mask, self.vocab_size, self.eos_ids, end_ids, self.field)
+    def matcher(self, end_ids: Collection[int], vocab_size: int) -> TokenMatcher:
+        """Returns the matcher of a sequence of a model that knows the tokens below ``vocab_size``.
+
+        A token of ``end_ids`` may end the sequence once the constraint is met.
+        """
+        size = min(vocab_size, self.vocab_size)
+        start = self.start.deep_copy()
+        return TokenMatcher(start, self.forced, self.first_mask, size, self.eos_ids, end_ids, self.field)

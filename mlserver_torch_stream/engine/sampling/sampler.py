@@ -88,8 +88,8 @@ def _nothing_to_choose(row: RowSampler) -> str:
     if row.matcher is None:
         return NOT_FINITE
     return (
-        "no token that the constraint allows can be chosen: bad_words or other parameters exclude these tokens, or "
-        f"{NOT_FINITE}"
+        "no token that the constraint allows can be chosen: bad_words or other parameters exclude these tokens, the "
+        f"model does not know them, or {NOT_FINITE}"
     )
 
 
@@ -226,6 +226,6 @@ class SamplerFactory:
                 bad_words_ids=bad_words,
                 rules=self._rules,
                 max_tokens=request.max_tokens,
-                matcher=None if constraint is None else constraint.matcher(request.end_ids),
+                matcher=None if constraint is None else constraint.matcher(request.end_ids, self._vocab_size),
             )
             sequence.sampler = RowSampler(params, adjuster, self._vocab_size, seed, number)

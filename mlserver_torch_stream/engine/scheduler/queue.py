@@ -59,19 +59,21 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class PromptBudget:
-    """Bounds the prompt tokens of one step by their cost.
+    """Bounds the prompt tokens of one step by their cost, and its drafts.
 
     A prompt token with ``k`` keys before it costs ``1 + per_key * k``. All prompt tokens of the step together cost at
     most ``cost``. But the first prompt gets at least ``least`` tokens, whatever they cost, and at least the limits'
     ``prefill_floor``, because fewer tokens would take as long; if ``least`` is 0, it gets only tokens that fit.
 
-    While prompts wait, each draft costs ``per_draft``, and the drafts leave enough for the ``least`` tokens.
+    While prompts wait, each draft costs ``per_draft``, and the drafts leave enough for the ``least`` tokens. All
+    sequences together get at most ``most_drafts`` drafts, because the others wait for the drafts of one.
     """
 
     cost: float
     per_key: float = 0.0
     least: int = 1
     per_draft: float = 0.0
+    most_drafts: float = math.inf
 
     def cost_of(self, start: int, tokens: int) -> float:
         """Returns the cost of ``tokens`` prompt tokens from position ``start`` on."""

@@ -68,7 +68,7 @@ class StepDraft:
     ) -> None:
         """``decodes`` says whether sequences decode in this step.
 
-        ``prompt_budget`` bounds only the tokens of prompts.
+        ``prompt_budget`` bounds the tokens of prompts, and what ``reserve`` returns.
         """
         self._limits = limits
         self._page_size = page_size
@@ -80,6 +80,7 @@ class StepDraft:
         self._prompt_budget = PromptBudget(math.inf) if prompt_budget is None else prompt_budget
         self._least = max(self._prompt_budget.least, limits.prefill_floor) if self._prompt_budget.least else 0
         self._cost_left = self._prompt_budget.cost
+        self._drafts_left = self._prompt_budget.most_drafts
         self.decoding: list[ScheduledSequence] = []
         self.copies: list[tuple[int, int, int]] = []
 
@@ -142,13 +143,19 @@ class StepDraft:
             self.left -= weight
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
-    def reserve(self, drafts: Sequence[int]) -> Sequence[int]:
-        """Returns as many of the drafts as the prompt budget has time for, and deducts their time."""
-        budget = self._prompt_budget
-        if not budget.per_draft:
-            return drafts
-        drafts = drafts[: int(max(0.0, self._cost_left - self._least) / budget.per_draft)]
-        self._cost_left -= len(drafts) * budget.per_draft
+    def reserve(self, drafts: Sequence[int], *, beside_prompts: bool) -> Sequence[int]:
+        """Returns as many of the drafts as the prompt budget allows.
+
+        With ``beside_prompts``, their time is deducted from that of the prompts.
+        """
+        per_draft, most = self._prompt_budget.per_draft, self._drafts_left
+        if beside_prompts and per_draft:
+            most = min(most, max(0.0, self._cost_left - self._least) / per_draft)
+        if len(drafts) > most:
+            drafts = drafts[: int(most)]
+        self._drafts_left -= len(drafts)
+        if beside_prompts:
+            self._cost_left -= len(drafts) * per_draft
         return drafts
 
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
@@ -261,8 +268,8 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a prompt waits, is being computed or, after a preemption, is to be computed again."""
-        return bool(self.waiting) or any(not scheduled.decodes for scheduled in self.admitted)
+        """Whether a prompt waits and there is a place for it, is being computed, or is to be computed again."""
+        return bool(self.waiting and self._places > 0) or any(not scheduled.decodes for scheduled in self.admitted)
 
     # --- the plan of a step ---
 
@@ -344,7 +351,7 @@ class Scheduler:
     ) -> dict[ScheduledSequence, Sequence[int]]:
         """Returns the drafts of the sequences that decode.
 
-        While prompts wait, drafts keep to the prompt budget. They come before the prompts, because they save time.
+        Drafts keep to the prompt budget. They come before the prompts, because they save time.
         """
         made: dict[ScheduledSequence, Sequence[int]] = {}
         if self._drafts is None:
@@ -353,9 +360,8 @@ class Scheduler:
             if scheduled in decoding and (drafts := self._drafts(scheduled.sequence, len(decoding))):
                 most = scheduled.request.max_tokens - len(scheduled.sequence.tokens) - 1
                 made[scheduled] = drafts[: max(0, most)]
-        if made and self.has_prompts:
-            return {scheduled: draft.reserve(drafts) for scheduled, drafts in made.items()}
-        return made
+        waits = bool(made) and self.has_prompts
+        return {each: draft.reserve(drafts, beside_prompts=waits) for each, drafts in made.items()}
 
     def _take_drafts(self, made: Mapping[ScheduledSequence, Sequence[int]], draft: StepDraft) -> None:
         """Adds drafts to the decoding sequences, within the rest of the token budget and the free pages."""

@@ -223,32 +223,41 @@ class ContinuousBatcher(Batcher):
                 self.progress.completed(step)
 
     def _schedule(self) -> StepPlan:
-        running = self._scheduler.running_sequences
-        rows = -(-running // self._flights.most)  # decode rows of one of the steps in flight
-        waits, budget = self._scheduler.has_prompts, self._prompt_budget(rows)
+        waits, budget = self._scheduler.has_prompts, self._prompt_budget()
         plan = self._scheduler.schedule(self._busy, budget)
-        keeps_out = waits and budget is not None and not budget.least and not plan.prompt_tokens
-        self._kept_out = self._kept_out + 1 if keeps_out else 0
+        if plan:
+            keeps_out = waits and budget is not None and not budget.least and not plan.prompt_tokens
+            self._kept_out = self._kept_out + 1 if keeps_out else 0
         return plan
 
-    def _prompt_budget(self, rows: int) -> PromptBudget | None:
-        """Returns the limit on the prompt tokens of a step in which ``rows`` rows decode; None means no limit.
+    def _prompt_budget(self) -> PromptBudget | None:
+        """Returns the limit on the prompt tokens of the next step; None means no limit, as if no sequence decodes.
 
         If other engines use the device in turn, their streams wait for this step, too, so each engine gets a share of
         the target. If the newest tokens of a stream have no text, its reader has waited since the last event. Such
         tokens of several streams overlap, so they keep prompts out for a few steps only.
         """
-        if self._step_target is None or not (rows or self._others):
+        if self._step_target is None:
             return None
         now, waited, spent = time.monotonic(), 0.0, 0.0
+        decoding, starts = 0, list[int]()
         for scheduled in self._scheduler.admitted:
             sequence = scheduled.sequence
             if not scheduled.decodes:
                 waited = max(waited, now - sequence.waits_since)
-            elif self._kept_out < _SILENT_STEPS and sequence.awaits_text:
+                starts.append(scheduled.computed)
+                continue
+            decoding += 1
+            if self._kept_out < _SILENT_STEPS and sequence.awaits_text:
                 spent = max(spent, now - sequence.waits_since)
-        target = self._step_target / (1 + self._others)
-        return self._cost.budget(target, rows, self._min_prompt_tokens, waited=waited, spent=spent)
+        if not (decoding or self._others):
+            return None
+        rows = -(-decoding // self._flights.most)  # of one of the steps in flight
+        target, alone = self._step_target / (1 + self._others), decoding == 1 and not self._others
+        start = starts[0] if starts else 0
+        return self._cost.budget(
+            target, rows, self._min_prompt_tokens, waited=waited, spent=spent, start=start, alone=alone
+        )
 
     def _begin(self, plan: StepPlan, began: float) -> _StepInFlight:
         requests = dict.fromkeys([part.sequence.request for part in plan.parts])

@@ -7,6 +7,8 @@ into a step.
 
 from __future__ import annotations
 
+import math
+
 from mlserver_torch_stream.engine.scheduler.queue import PromptBudget
 
 # The time that one more row is expected to add: the share _OF_STEP of the step's time, but at most the share _OF_ROW of
@@ -29,6 +31,9 @@ _LATE = 1.25
 _ERRORS = 3.0
 
 _OUTLIER = 2.0  # a step that takes longer counts as this many times the expected time, unless the next step is slow too
+# A step with prompts that takes less than this share of what its rows alone were expected to take shows that rows have
+# become faster. A single step can be faster by noise alone, but hardly by this much.
+_FASTER = 0.9
 _MIN_STEPS = 3  # before these no step is an outlier
 # Times the largest measured number of prompt tokens: beyond it the line is a guess. More than 2, because two pages cost
 # more than twice as much as the page before them, which has fewer keys before it.
@@ -54,6 +59,11 @@ class _Fit:
         noted = (size, keys, seconds, *products)
         self.weight = self.kept * self.weight + 1.0
         self._sums = [self.kept * total + value for total, value in zip(self._sums, noted, strict=True)]
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all seconds by ``factor``."""
+        for index in (2, 6, 7):
+            self._sums[index] *= factor
 
     @property
     def size(self) -> float:
@@ -98,8 +108,9 @@ class StepCost:
 
     The cost of rows is learned from steps without prompts. The cost of prompt tokens is learned from how much longer a
     step with prompts takes than its rows alone would. Steps with and without prompts are forgotten separately, so that
-    the cost of prompts is still known after an hour of decoding. A prompt token counts as ``1 + per_key * k`` tokens if
-    ``k`` keys are before it, as in a ``PromptBudget``.
+    the cost of prompts is still known after an hour of decoding. While prompts keep coming, all steps have prompts;
+    then the cost of rows falls if a step takes less time than its rows alone were expected to take. A prompt token
+    counts as ``1 + per_key * k`` tokens if ``k`` keys are before it, as in a ``PromptBudget``.
     """
 
     def __init__(self) -> None:
@@ -109,6 +120,8 @@ class StepCost:
         self._largest = 0.0  # the largest recent number of prompt tokens in a step; later, smaller steps lower it
         # Whether the last step was an outlier, for steps without and with prompts.
         self._was_outlier = {False: False, True: False}
+        # Whether the last step computed prompts and did not show that its rows take less time than expected.
+        self._confirmed = False
 
     def note(self, prompt_tokens: int, rows: int, seconds: float, keys: float = 0.0) -> None:
         """Notes the time of a step. ``rows`` are the tokens of sequences that decode, their drafts included.
@@ -121,7 +134,12 @@ class StepCost:
             seconds = self._bounded(fit, expected, seconds)
             if prompt_tokens and expected:
                 self._errors.note(0.0, min(1.0, abs(seconds / expected - 1)))
+        alone, self._confirmed = self.of(rows), False
         if prompt_tokens:
+            if rows and seconds < _FASTER * alone:
+                self._rows.scale(seconds / alone)
+            else:
+                self._confirmed = rows > 0
             fit.note(prompt_tokens, seconds - self.of(rows), keys)
             self._largest = max(prompt_tokens + self.per_key * keys, _KEPT_PROMPTS * self._largest)
         else:
@@ -172,31 +190,45 @@ class StepCost:
         return seconds
 
     def budget(
-        self, target: float, rows: int, least: int = 1, *, waited: float = 0.0, spent: float = 0.0
+        self,
+        target: float,
+        rows: int,
+        least: int = 1,
+        *,
+        waited: float = 0.0,
+        spent: float = 0.0,
+        start: int = 0,
+        alone: bool = False,
     ) -> PromptBudget:
         """Returns how many prompt tokens a step of ``target`` seconds can compute beside ``rows`` rows.
 
         Prompts get at least a quarter of the time of the rows, even if the step then exceeds the target, so that no
-        prompt starves; the share grows with the seconds for which the oldest prompt has ``waited``. A step gets at
-        least ``least`` prompt tokens, and about twice the largest number of a recent step at most. The worse the
-        predictions of recent steps, the smaller the budget.
+        prompt starves; the share grows with the seconds for which the oldest prompt has ``waited``. The first step with
+        prompts gets no such share, because it shows whether the rows still take so long. A step gets at least ``least``
+        prompt tokens, and about twice the largest number of a recent step at most. The worse the predictions of recent
+        steps, the smaller the budget.
 
         If ``spent`` seconds of the target have passed before the step, the step gets only the prompt tokens that fit
-        into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens takes longer than
-        the target: then every step is late, and prompts would only wait longer.
+        into the rest of the target, perhaps none. This does not hold if a step with ``least`` tokens of the oldest
+        prompt, from its position ``start`` on, takes longer than the target: then every step with prompts is late, and
+        prompts would only wait longer.
+
+        All drafts together get the time that decoding leaves of the target, but at least ``least`` drafts. Their number
+        is not limited if a sequence decodes ``alone``, because no other stream waits for them.
         """
-        fit, decoding = self._prompts, self.of(rows)
+        fit, decoding, per_row = self._prompts, self.of(rows), self.per_row
+        most_drafts = math.inf if alone or not per_row else max(least, (target - decoding) / per_row)
         if not fit.weight:
-            return PromptBudget(least, 0.0, least)
-        if spent and self.of(rows, least) <= target:
+            return PromptBudget(least, 0.0, least, most_drafts=most_drafts)
+        if spent and self.of(rows, least, least * (start + least / 2)) <= target:
             seconds, least = (target - spent) * self._caution - decoding, 0
         else:
-            share = min(1.0, _FLOOR_SHARE * (1 + waited / _STARVING))
+            share = min(1.0, _FLOOR_SHARE * (1 + waited / _STARVING)) if self._confirmed else 0.0
             seconds = max(target * self._caution - decoding, share * decoding)
         per_token, per_key = self._of_prompts
         counted = fit.size + (seconds - fit.seconds + per_key * fit.keys) / per_token
         tokens = min(counted, _MAX_GROWTH * self._largest)
-        return PromptBudget(max(least, tokens), per_key / per_token, least, self.per_row / per_token)
+        return PromptBudget(max(least, tokens), per_key / per_token, least, per_row / per_token, most_drafts)
 
     @property
     def _caution(self) -> float:
