@@ -14,6 +14,7 @@ import transformers
 
 from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.fingerprint import file_stamps
 from mlserver_torch_stream.engine.loading.checkpoint import check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder, kept_folder
@@ -61,13 +62,15 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
         )
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     place = file, resolved.cache_dir, "auto", True  # the arguments of both functions
+    stamps = file_stamps(resolved)  # older than the digest that names the folder
     try:
         folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place), file)
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
     if folder is None:
         raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
-    return ModelFiles(str(folder), None, packed=file, held=attempt(str(file), lambda: hold_folder(folder)))
+    held = attempt(str(file), lambda: hold_folder(folder))
+    return ModelFiles(str(folder), None, packed=file, stamps=stamps, held=held)
 
 
 def no_packed_weights(why: str) -> LoadFailed:
