@@ -6,6 +6,7 @@ processes convert the same file, one waits for the other.
 
 from __future__ import annotations
 
+import errno
 import functools
 import glob
 import hashlib
@@ -28,8 +29,9 @@ from torch import Tensor
 from transformers import GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
+from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
-from mlserver_torch_stream.engine.kept_files import os_errors, remove_abandoned, to_remove
+from mlserver_torch_stream.engine.kept_files import foreign, os_errors, remove_abandoned, replaceable, to_remove
 from mlserver_torch_stream.engine.loading.gguf_packed import write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.mapped_file import map_file
@@ -48,7 +50,10 @@ _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # gener
 
 
 def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder of an earlier ``converted_folder`` with these arguments; None if it is absent or damaged."""
+    """Returns the folder of an earlier ``converted_folder`` with these arguments; None if it is absent.
+
+    A conversion that is damaged, or that other users may have written, counts as absent.
+    """
     target = _target(gguf_file, cache_dir, dtype, packed)
     if not _is_whole(target):
         return None
@@ -66,12 +71,13 @@ def hold_folder(folder: Path) -> Tensor:
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder with the converted file; first converts the file if the folder is absent or damaged.
+    """Returns the folder with the converted file; first converts the file unless ``kept_folder`` finds it.
 
-    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
+    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them.
 
-    Logs one warning and returns None if the cache cannot be written; then the caller loads the file with ``load_gguf``.
-    Raises LoadFailed if the file cannot be converted, or has changed meanwhile.
+    If the cache cannot be written, or other users could replace the folder, raises NotPacked with ``packed``; otherwise
+    logs one warning and returns None, and the caller loads the file with ``load_gguf``. Also raises NotPacked if our
+    kernels do not support the weights, and LoadFailed if the file cannot be converted, or has changed meanwhile.
     """
     if (kept := kept_folder(gguf_file, cache_dir, dtype, packed)) is not None:
         return kept
@@ -81,16 +87,17 @@ def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", pack
         with _alone(target):
             if not _is_whole(target):
                 if target.exists():
-                    logger.warning("%s is damaged and will be removed", target)
-                    shutil.rmtree(target)
+                    _remove(target)
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
                 _convert(gguf_file, target, dtype, packed)
                 _forget_unused(cache_dir)
         return target
     except (OSError, Timeout) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        otherwise = "" if packed else ": converting in memory"  # packed weights need the folder
-        logger.warning("Cannot keep the converted %s in %s (%s)%s", gguf_file.name, cache_dir, reason, otherwise)
+        if packed:
+            raise NotPacked(f"the converted file cannot be kept in {cache_dir}: {reason}") from error
+        what = "Cannot keep the converted %s in %s (%s): converting in memory"
+        logger.warning(what, gguf_file.name, cache_dir, reason)
         return None
 
 
@@ -177,6 +184,8 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
 
     name = gguf_file.name
     with _scratch_folder(target) as folder:
+        if (who := replaceable(Path(folder))) is not None:  # no load would use the conversion
+            raise PermissionError(errno.EPERM, who)
         with _headers_parsed_once():
             read_gguf_config(gguf_file)  # an unsupported file is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
@@ -212,11 +221,30 @@ def _seal(folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
+    """Returns whether a conversion is undamaged, and only this user or root can have written it."""
     try:
+        if _foreign(folder) is not None:
+            return False
         sums = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
         return bool(sums) and all(checksum(folder / name) == known for name, known in sums.items())
     except (OSError, ValueError, AttributeError):  # the last if the seal is no object
         return False
+
+
+def _foreign(folder: Path) -> str | None:
+    """Returns why other users may have written a file of the folder; None if only this user or root can have."""
+    return next(filter(None, map(foreign, folder.iterdir())), None)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a conversion that is not used. Raises OSError if it is whole and a server holds it."""
+    if (why := _foreign(folder)) is None:
+        logger.warning("%s is damaged and will be removed", folder)
+        shutil.rmtree(folder)
+        return
+    logger.warning("%s is not used: %s", folder, why)
+    with to_remove(folder / _SEAL):
+        shutil.rmtree(folder)
 
 
 @contextmanager

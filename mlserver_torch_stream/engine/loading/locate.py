@@ -67,8 +67,6 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
         folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place), file)
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
-    if folder is None:
-        raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
     held = attempt(str(file), lambda: hold_folder(folder))
     return ModelFiles(str(folder), None, packed=file, stamps=stamps, held=held)
 
