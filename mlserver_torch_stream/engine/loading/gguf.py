@@ -17,8 +17,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
+from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
 from mlserver_torch_stream.engine.kept_files import foreign, os_errors, remove_abandoned, replaceable, to_remove
@@ -37,29 +38,20 @@ from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokeni
 from mlserver_torch_stream.engine.mapped_file import map_file
 from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 5  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
+_LOOK_SECONDS = 1.0  # between two looks of a load that waits for a lock, which may be cancelled
 _HEADER_BYTES = 2**24  # a vocabulary of 262,000 tokens and its keys take 11 MB
 UNUSED_SECONDS = 30 * 24 * 3600.0  # conversions unused for so long are deleted: each transformers version has its own
 _READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
 _SEAL = "checksums.json"  # holds the checksums of the other files of a folder
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
 
-
-def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder of an earlier ``converted_folder`` with these arguments; None if it is absent.
-
-    A conversion that is damaged, or that other users may have written, counts as absent.
-    """
-    target = _target(gguf_file, cache_dir, dtype, packed)
-    if not _is_whole(target):
-        return None
-    with suppress(OSError):  # a read-only image
-        os.utime(target)
-    return target
+Turn = Callable[[], AbstractContextManager[object]]  # a load's turn to convert: a process does one at a time
 
 
 def hold_folder(folder: Path) -> Tensor:
@@ -70,26 +62,36 @@ def hold_folder(folder: Path) -> Tensor:
     return map_file(folder / _SEAL, locks=True)
 
 
-def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder with the converted file; first converts the file unless ``kept_folder`` finds it.
+def converted_folder(
+    gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False, turn: Turn = nullcontext
+) -> Path | None:
+    """Returns the folder with the converted file; first converts the file if the folder is absent.
 
-    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them.
+    A folder that is damaged, or that other users may have written, counts as absent.
+
+    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them, in another process. The
+    conversion runs in a ``turn``.
 
     If the cache cannot be written, or other users could replace the folder, raises NotPacked with ``packed``; otherwise
     logs one warning and returns None, and the caller loads the file with ``load_gguf``. Also raises NotPacked if our
     kernels do not support the weights, and LoadFailed if the file cannot be converted, or has changed meanwhile.
     """
-    if (kept := kept_folder(gguf_file, cache_dir, dtype, packed)) is not None:
-        return kept
     target = _target(gguf_file, cache_dir, dtype, packed)
+    if _is_whole(target):
+        with suppress(OSError):  # a read-only image
+            os.utime(target)
+        return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _alone(target):
+        with _alone(target, turn):
             if not _is_whole(target):
                 if target.exists():
                     _remove(target)
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
-                _convert(gguf_file, target, dtype, packed)
+                if packed:
+                    in_process(_convert, gguf_file, target, dtype, packed)
+                else:
+                    _convert(gguf_file, target, dtype, packed)
                 _forget_unused(cache_dir)
         return target
     except (OSError, Timeout) as error:
@@ -248,18 +250,35 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Holds the lock of a conversion, and writes a log line if it has to wait for the lock."""
+def _alone(target: Path, turn: Turn) -> Iterator[None]:
+    """Holds the lock of a conversion in a ``turn``. While another process has the lock, waits for it without a turn.
+
+    Raises WorkCancelled if the load is cancelled meanwhile, and Timeout after ``LOCK_SECONDS``.
+    """
     lock = FileLock(f"{target}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
+    while True:
+        with turn():
+            if _takes(lock, 0):
+                try:
+                    yield
+                finally:
+                    lock.release()
+                return
         with stage(logger, f"Waiting until another process has converted into {target}"):
-            lock.acquire(timeout=LOCK_SECONDS)
+            end = time.monotonic() + LOCK_SECONDS
+            while not _takes(lock, _LOOK_SECONDS):
+                raise_if_cancelled()
+                if time.monotonic() > end:
+                    raise Timeout(lock.lock_file)
+            lock.release()
+
+
+def _takes(lock: FileLock, seconds: float) -> bool:
     try:
-        yield
-    finally:
-        lock.release()
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return False
+    return True
 
 
 def _forget_unused(cache_dir: Path) -> None:
