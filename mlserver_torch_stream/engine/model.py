@@ -324,6 +324,7 @@ def _prove_dense(
 
 
 def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
+    _check_unchanged(files, load)  # before the weights are packed, which can take minutes
     try:
         name, longest = load.resolved.source.name, load.resolved.settings.max_model_len
         file = None if recording is None else recording.panels
@@ -331,8 +332,18 @@ def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | No
         forward, proved = check_packed(Path(files.location), files.packed, name, load.kernels, longest, file)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
+    _check_unchanged(files, load)  # now the file is mapped
     _record(recording, proved, load)
     return _on_kernels(forward, proved, load)
+
+
+def _check_unchanged(files: ModelFiles, load: ModelLoad) -> None:
+    """Raises LoadFailed if the file of packed weights has changed since its folder was found.
+
+    The folder says where the file has its blocks, so the blocks of another file would be mixed with it.
+    """
+    if file_stamps(load.resolved) != files.stamps:
+        raise LoadFailed(f"cannot load {files.packed}: it has changed while it was loaded")
 
 
 def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:

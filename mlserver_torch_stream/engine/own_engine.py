@@ -79,8 +79,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     resolved, resources = load.resolved, load.resources
     weights = weights_key(resolved, load.threads)
     download_weights(resolved)  # here, because another model can load meanwhile
-    with resources.loading_alone():
-        files = locate_packed(resolved) or locate(resolved)
+    files = locate_packed(resolved, resources.loading_alone) or locate(resolved, resources.loading_alone)
     key = weights, length_setting(resolved, files.location)
     parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)

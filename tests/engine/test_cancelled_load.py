@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.child_process import in_process
+from mlserver_torch_stream.engine.loading.gguf import _target
 from mlserver_torch_stream.engine.shared_pool import ProcessResources, SharedPool
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.work_threads import Cancellation, WorkCancelled, in_thread, raise_if_cancelled
 from tests.engine.process_jobs import wait_for_ever
 from tests.engine.tiny import run, until
+from tests.engine.tiny_gguf import write_tiny_gguf
 
 _ENDLESS = """
 import time, torch
@@ -74,6 +78,38 @@ def test_a_cancelled_load_ends_its_process(tmp_path: Path) -> None:
     run(scenario())
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
+
+
+@pytest.mark.parametrize("weights", ["auto", "packed"])
+def test_a_load_that_waits_for_another_process_to_convert_its_file_ends_soon_and_holds_up_no_other(
+    weights: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, cache = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    resources, cancellation, other = ProcessResources(), Cancellation(), Cancellation()
+    extra = {"cache_dir": str(cache), "weights": weights, "threads": 1}
+    resolved = parse_settings(str(file), extra, environ={})
+
+    def load_another() -> None:
+        with resources.loading_alone():
+            pass
+
+    async def scenario() -> None:
+        loading = in_thread(lambda: build_engine(resolved, resources=resources), cancellation)
+        await until(lambda: "Waiting until another process has converted" in caplog.text, "the wait")
+        loading_another = in_thread(load_another, other)
+        await asyncio.wait([loading_another], timeout=20)
+        assert loading_another.done() and not loading.done()
+        cancellation.cancel()
+        await asyncio.wait([loading], timeout=20)
+        assert loading.cancelled()
+
+    cache.mkdir()
+    with caplog.at_level(logging.INFO), FileLock(f"{_target(file, cache, 'auto', weights == 'packed')}.lock"):
+        try:
+            run(scenario())
+        finally:
+            cancellation.cancel()
+            other.cancel()
 
 
 def test_another_load_that_waits_for_a_cancelled_one_takes_its_place() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.fingerprint import checksum
 from mlserver_torch_stream.engine.loading import gguf as converting
-from mlserver_torch_stream.engine.loading.gguf import converted_folder
+from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
 from mlserver_torch_stream.errors import LoadFailed
@@ -197,6 +199,46 @@ def test_a_damaged_conversion_is_made_anew(
     )
     caplog.clear()
     assert converted_folder(gguf_file, tmp_path) == folder and not caplog.records
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: (folder / "model.safetensors").chmod(0o664),
+        lambda folder: (folder / "checksums.json").chmod(0o646),
+        lambda folder: folder.chmod(0o777),
+        pytest.param(lambda folder: os.chown(folder / "tokenizer.json", 12345, 12345), marks=only_root),
+    ],
+)
+def test_a_conversion_that_other_users_may_have_written_is_made_anew(
+    harm: Callable[[Path], None], gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = converted_folder(gguf_file, tmp_path)
+    assert folder is not None
+    harm(folder)
+    held = hold_folder(folder)
+    assert converted_folder(gguf_file, tmp_path) is None and folder.is_dir(), "a server uses it"
+    del held
+    assert converted_folder(gguf_file, tmp_path) == folder
+    assert conversions(caplog) == 2 and f"{folder} is not used: " in caplog.text
+    caplog.clear()
+    assert converted_folder(gguf_file, tmp_path) == folder and not caplog.records
+
+
+def test_a_conversion_that_other_users_could_replace_is_not_kept(
+    gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (cache := tmp_path / "cache").mkdir()
+    cache.chmod(0o777)
+    assert converted_folder(gguf_file, cache) is None
+    assert f"Cannot keep the converted tiny.gguf in {cache} (every user can replace it)" in caplog.text
+    with pytest.raises(NotPacked, match=r"cannot be kept in .*cache: every user can replace it"):
+        converted_folder(gguf_file, cache, packed=True)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_a_conversion_tells_what_it_does(gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,6 +46,7 @@ from tests.engine.process_jobs import check_with_wrong_kernels
 from tests.engine.tiny_gguf import write_tiny_gguf
 
 PROMPT = [5, 6, 7, 100, 31, 77]
+KINDS = ("Q8_0", *["Q4_1"] * 9, "Q3_K", *["Q4_1"] * 5)
 FILES = {kind: (kind,) for kind in BLOCK_FORMATS} | {
     "mixed": ("Q4_K", "Q6_K", "Q8_0", "Q5_1", "Q4_0"),
     "one tensor of a format without kernels": ("Q8_0", *["Q4_1"] * 9, "Q3_K"),
@@ -67,8 +68,7 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     It is converted once for all tests that load it: each conversion starts a process that imports torch.
     """
-    kinds = ("Q8_0", *["Q4_1"] * 9, "Q3_K", *["Q4_1"] * 5)
-    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=kinds, hidden=256)
+    return write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=KINDS, hidden=256)
 
 
 @pytest.mark.long
@@ -163,6 +163,33 @@ def test_a_file_that_was_cut_off_after_its_conversion_is_named(tmp_path: Path) -
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(NotPacked, match=r"tiny\.gguf has been cut off"):
         read_tensors(tmp_path, file)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["before it is prepared", "before it is mapped"])
+def test_a_file_that_is_replaced_after_its_folder_was_found_fails_the_load(
+    moment: str, tiny_file: Path, kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of the new file would be mixed with the tokenizer and the dense tensors of the former one."""
+    file = Path(shutil.copy(tiny_file, tmp_path))
+    other = write_tiny_gguf(tmp_path / "other.gguf", seed=1, kinds=KINDS, hidden=256)
+    locate_packed(parse_settings(str(file), {"cache_dir": str(kernel_cache), "weights": "packed"}, environ={}))
+    cache = shutil.copytree(kernel_cache, tmp_path / "cache", ignore=shutil.ignore_patterns("records", "panels"))
+    resolved = parse_settings(str(file), {"cache_dir": str(cache), "weights": "packed"}, environ={})
+    files = locate_packed(resolved)
+    assert files is not None
+
+    def replaced_before(*args: Any) -> Any:
+        other.replace(file)
+        return check_packed(*args)
+
+    if moment == "before it is prepared":
+        other.replace(file)
+    else:
+        monkeypatch.setattr(model_module, "check_packed", replaced_before)
+    with pytest.raises(LoadFailed, match=r"tiny\.gguf: it has changed while it was loaded"):
+        prepare(files, ModelLoad(resolved, 1, ProcessResources()))
+    assert not (cache / "records").exists()
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,6 +294,32 @@ def test_kernels_are_not_compiled_where_others_could_replace_them_or_the_disk_is
         caplog.clear()
         again = compiled_library(cache, lambda path: path)
         assert tmp_path not in again.parents and not caplog.records, "it is compiled once"
+
+
+@pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="the system does not tell")
+def test_kernels_are_not_compiled_where_a_file_system_is_mounted_noexec(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted, statvfs = tmp_path / "mounted", os.statvfs
+    compiled_library(mounted, lambda path: path)  # before the file system was mounted so
+
+    def with_noexec(path: Path) -> os.statvfs_result:
+        found = statvfs(path)
+        return os.statvfs_result((*found[:8], found.f_flag | os.ST_NOEXEC * (mounted in path.parents), found[9]))
+
+    monkeypatch.setattr(os, "statvfs", with_noexec)
+    library = compiled_library(mounted, lambda path: path)
+    assert tmp_path not in library.parents
+    (line,) = caplog.messages
+    assert "for this start only" in line and "is mounted noexec; set cache_dir to a folder on another one" in line
+    caplog.set_level(logging.INFO)
+    again = compiled_library(mounted, lambda path: path)
+    assert library.parents[1] == again.parent and caplog.messages == [line], "it is compiled once"
+    monkeypatch.setattr(tempfile, "tempdir", str(mounted / "tmp"))
+    (mounted / "tmp").mkdir()
+    with pytest.raises(NoKernels, match=r"set cache_dir .*tmp is mounted noexec, too"):
+        compiled_library(mounted / "other", lambda path: path)
+    assert not list((mounted / "tmp").iterdir()) and not kept(mounted / "other")
 
 
 def test_other_flags_sources_or_cpus_make_another_library(monkeypatch: pytest.MonkeyPatch) -> None:

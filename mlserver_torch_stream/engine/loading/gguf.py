@@ -6,6 +6,7 @@ processes convert the same file, one waits for the other.
 
 from __future__ import annotations
 
+import errno
 import functools
 import glob
 import hashlib
@@ -16,8 +17,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +29,29 @@ from torch import Tensor
 from transformers import GgufConfig
 from transformers.integrations.gguf import read_gguf_metadata
 
+from mlserver_torch_stream.engine.child_process import in_process
+from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.fingerprint import checksum, flush
-from mlserver_torch_stream.engine.kept_files import os_errors, remove_abandoned, to_remove
+from mlserver_torch_stream.engine.kept_files import foreign, os_errors, remove_abandoned, replaceable, to_remove
 from mlserver_torch_stream.engine.loading.gguf_packed import write_packed
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.mapped_file import map_file
 from mlserver_torch_stream.engine.stage_log import stage
 from mlserver_torch_stream.errors import LoadFailed
+from mlserver_torch_stream.work_threads import raise_if_cancelled
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 5  # version of the converted folders; folders of older versions are no longer used
 LOCK_SECONDS = 900.0
+_LOOK_SECONDS = 1.0  # between two looks of a load that waits for a lock, which may be cancelled
 _HEADER_BYTES = 2**24  # a vocabulary of 262,000 tokens and its keys take 11 MB
 UNUSED_SECONDS = 30 * 24 * 3600.0  # conversions unused for so long are deleted: each transformers version has its own
 _READER_LOCK = threading.Lock()  # the name in ``gguf`` is patched for the whole process
 _SEAL = "checksums.json"  # holds the checksums of the other files of a folder
 _FLOAT_FILES = {0: torch.float32, 1: torch.float16, 32: torch.bfloat16}  # general.file_type, unquantised
 
-
-def kept_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder of an earlier ``converted_folder`` with these arguments; None if it is absent or damaged."""
-    target = _target(gguf_file, cache_dir, dtype, packed)
-    if not _is_whole(target):
-        return None
-    with suppress(OSError):  # a read-only image
-        os.utime(target)
-    return target
+Turn = Callable[[], AbstractContextManager[object]]  # a load's turn to convert: a process does one at a time
 
 
 def hold_folder(folder: Path) -> Tensor:
@@ -65,32 +62,44 @@ def hold_folder(folder: Path) -> Tensor:
     return map_file(folder / _SEAL, locks=True)
 
 
-def converted_folder(gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False) -> Path | None:
-    """Returns the folder with the converted file; first converts the file if the folder is absent or damaged.
+def converted_folder(
+    gguf_file: Path, cache_dir: Path, dtype: str = "auto", packed: bool = False, turn: Turn = nullcontext
+) -> Path | None:
+    """Returns the folder with the converted file; first converts the file if the folder is absent.
 
-    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them; then NotPacked may be raised.
+    A folder that is damaged, or that other users may have written, counts as absent.
 
-    Logs one warning and returns None if the cache cannot be written; then the caller loads the file with ``load_gguf``.
-    Raises LoadFailed if the file cannot be converted, or has changed meanwhile.
+    With ``packed`` the weights stay quantised blocks, as ``gguf_packed`` writes them, in another process. The
+    conversion runs in a ``turn``.
+
+    If the cache cannot be written, or other users could replace the folder, raises NotPacked with ``packed``; otherwise
+    logs one warning and returns None, and the caller loads the file with ``load_gguf``. Also raises NotPacked if our
+    kernels do not support the weights, and LoadFailed if the file cannot be converted, or has changed meanwhile.
     """
-    if (kept := kept_folder(gguf_file, cache_dir, dtype, packed)) is not None:
-        return kept
     target = _target(gguf_file, cache_dir, dtype, packed)
+    if _is_whole(target):
+        with suppress(OSError):  # a read-only image
+            os.utime(target)
+        return target
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _alone(target):
+        with _alone(target, turn):
             if not _is_whole(target):
                 if target.exists():
-                    logger.warning("%s is damaged and will be removed", target)
-                    shutil.rmtree(target)
+                    _remove(target)
                 logger.info("Converting %s once; the result is kept in %s", gguf_file.name, target)
-                _convert(gguf_file, target, dtype, packed)
+                if packed:
+                    in_process(_convert, gguf_file, target, dtype, packed)
+                else:
+                    _convert(gguf_file, target, dtype, packed)
                 _forget_unused(cache_dir)
         return target
     except (OSError, Timeout) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        otherwise = "" if packed else ": converting in memory"  # packed weights need the folder
-        logger.warning("Cannot keep the converted %s in %s (%s)%s", gguf_file.name, cache_dir, reason, otherwise)
+        if packed:
+            raise NotPacked(f"the converted file cannot be kept in {cache_dir}: {reason}") from error
+        what = "Cannot keep the converted %s in %s (%s): converting in memory"
+        logger.warning(what, gguf_file.name, cache_dir, reason)
         return None
 
 
@@ -177,6 +186,8 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
 
     name = gguf_file.name
     with _scratch_folder(target) as folder:
+        if (who := replaceable(Path(folder))) is not None:  # no load would use the conversion
+            raise PermissionError(errno.EPERM, who)
         with _headers_parsed_once():
             read_gguf_config(gguf_file)  # an unsupported file is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
@@ -212,26 +223,62 @@ def _seal(folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
+    """Returns whether a conversion is undamaged, and only this user or root can have written it."""
     try:
+        if _foreign(folder) is not None:
+            return False
         sums = json.loads((folder / _SEAL).read_text(encoding="utf-8"))
         return bool(sums) and all(checksum(folder / name) == known for name, known in sums.items())
     except (OSError, ValueError, AttributeError):  # the last if the seal is no object
         return False
 
 
+def _foreign(folder: Path) -> str | None:
+    """Returns why other users may have written a file of the folder; None if only this user or root can have."""
+    return next(filter(None, map(foreign, folder.iterdir())), None)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a conversion that is not used. Raises OSError if it is whole and a server holds it."""
+    if (why := _foreign(folder)) is None:
+        logger.warning("%s is damaged and will be removed", folder)
+        shutil.rmtree(folder)
+        return
+    logger.warning("%s is not used: %s", folder, why)
+    with to_remove(folder / _SEAL):
+        shutil.rmtree(folder)
+
+
 @contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Holds the lock of a conversion, and writes a log line if it has to wait for the lock."""
+def _alone(target: Path, turn: Turn) -> Iterator[None]:
+    """Holds the lock of a conversion in a ``turn``. While another process has the lock, waits for it without a turn.
+
+    Raises WorkCancelled if the load is cancelled meanwhile, and Timeout after ``LOCK_SECONDS``.
+    """
     lock = FileLock(f"{target}.lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
+    while True:
+        with turn():
+            if _takes(lock, 0):
+                try:
+                    yield
+                finally:
+                    lock.release()
+                return
         with stage(logger, f"Waiting until another process has converted into {target}"):
-            lock.acquire(timeout=LOCK_SECONDS)
+            end = time.monotonic() + LOCK_SECONDS
+            while not _takes(lock, _LOOK_SECONDS):
+                raise_if_cancelled()
+                if time.monotonic() > end:
+                    raise Timeout(lock.lock_file)
+            lock.release()
+
+
+def _takes(lock: FileLock, seconds: float) -> bool:
     try:
-        yield
-    finally:
-        lock.release()
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return False
+    return True
 
 
 def _forget_unused(cache_dir: Path) -> None:

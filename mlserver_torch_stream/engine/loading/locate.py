@@ -7,6 +7,7 @@ causal language models. With an encoder's weights, the output of that class woul
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from mlserver_torch_stream.engine.child_process import in_process
 from mlserver_torch_stream.engine.failures import NotPacked, in_a_line
-from mlserver_torch_stream.engine.fingerprint import weights_folder
+from mlserver_torch_stream.engine.fingerprint import file_stamps, weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
-from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder, kept_folder
+from mlserver_torch_stream.engine.loading.gguf import Turn, converted_folder, hold_folder
 from mlserver_torch_stream.engine.loading.model_files import SERVED, ModelFiles, attempt
 from mlserver_torch_stream.engine.loading.quantised import wants_packed_gguf
 from mlserver_torch_stream.engine_settings import EngineSettings
@@ -55,8 +55,8 @@ def download_weights(resolved: ResolvedSettings) -> None:
         logger.debug("The weights of %s are not downloaded before the load: %s", hub_id, in_a_line(error))
 
 
-def locate(resolved: ResolvedSettings) -> ModelFiles:
-    """Finds a model's files, checks the files of a folder, and converts a GGUF file if needed.
+def locate(resolved: ResolvedSettings, turn: Turn = nullcontext) -> ModelFiles:
+    """Finds a model's files, checks the files of a folder, and converts a GGUF file in a ``turn`` if needed.
 
     Raises LoadFailed if files are missing or damaged.
     """
@@ -69,13 +69,13 @@ def locate(resolved: ResolvedSettings) -> ModelFiles:
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
     if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
         return ModelFiles("", file)
-    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype), file)
+    folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype, turn=turn), file)
     if folder is None:
         return ModelFiles("", file)
     return ModelFiles(str(folder), None, held=attempt(str(file), lambda: hold_folder(folder)))
 
 
-def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
+def locate_packed(resolved: ResolvedSettings, turn: Turn = nullcontext) -> ModelFiles | None:
     """Finds a GGUF file whose weights should stay packed; returns None if no setting asks for packed weights.
 
     Raises LoadFailed if the weights cannot stay packed.
@@ -91,14 +91,13 @@ def locate_packed(resolved: ResolvedSettings) -> ModelFiles | None:
             "to cpu)"
         )
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    place = file, resolved.cache_dir, "auto", True  # the arguments of both functions
+    stamps = file_stamps(resolved)  # older than the digest that names the folder
     try:
-        folder = attempt(str(file), lambda: kept_folder(*place) or in_process(converted_folder, *place), file)
+        folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True, turn=turn), file)
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
-    if folder is None:
-        raise no_packed_weights(f"the cache folder {resolved.cache_dir} cannot be written")
-    return ModelFiles(str(folder), None, packed=file, held=attempt(str(file), lambda: hold_folder(folder)))
+    held = attempt(str(file), lambda: hold_folder(folder))
+    return ModelFiles(str(folder), None, packed=file, stamps=stamps, held=held)
 
 
 def no_packed_weights(why: str) -> LoadFailed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
     ``packed`` is a GGUF file whose blocks stay quantised; then the folder has everything but the blocks. ``tensors``
-    are the tensors of a folder's safetensors files. ``held`` is the ``hold_folder`` of a conversion: transformers maps
-    the weights there for as long as they are in use.
+    are the tensors of a folder's safetensors files. ``stamps`` are the ``file_stamps`` of ``packed`` from before its
+    folder was found. ``held`` is the ``hold_folder`` of a conversion: transformers maps the weights there for as long
+    as they are in use.
     """
 
     location: str
     gguf_file: Path | None
     packed: Path | None = None
+    stamps: Hashable = None
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     held: object = field(default=None, compare=False)
 

@@ -37,6 +37,7 @@ THIS_CPU = ("-march=native",)
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 _MIN_FREE_BYTES = 2**24  # a library has half a MiB
 _SECONDS = 600.0  # a compilation takes about 10 s on a quiet core
+_NOEXEC = getattr(os, "ST_NOEXEC", 0)  # macOS does not tell
 
 T = TypeVar("T")
 
@@ -76,6 +77,8 @@ def compiled_library(
 
 
 def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T | None:
+    if _is_noexec(folder):
+        return None
     for path in kept_files(folder, f"{stem}-*.so"):
         try:
             _hold(path, path.stat().st_ino)
@@ -83,6 +86,14 @@ def _open_kept(folder: Path, stem: str, open_library: Callable[[Path], T]) -> T 
         except (NoKernels, OSError) as error:  # built for another C++ library, or removed just now
             logger.warning("%s cannot be used here: %s", path, error)
     return None
+
+
+def _is_noexec(folder: Path) -> bool:
+    """Returns whether the folder is on a file system that is mounted noexec, so that no library can be opened there."""
+    try:
+        return bool(os.statvfs(folder).f_flag & _NOEXEC)
+    except OSError:  # it does not exist
+        return False
 
 
 def _compiler() -> str:
@@ -146,9 +157,11 @@ def _hold(library: Path, inode: int) -> Tensor:
 
 
 def _unusable(folder: Path) -> str | None:
-    """Returns why no library can be compiled in this folder, or could be replaced there before it is opened."""
+    """Returns why no library can be compiled or opened in this folder, or could be replaced there before that."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if _is_noexec(folder):
+            return f"{folder} is on a file system that is mounted noexec; set cache_dir to a folder on another one"
         if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         tempfile.TemporaryDirectory(dir=folder, prefix=".compiling-").cleanup()
@@ -161,6 +174,8 @@ def _unusable(folder: Path) -> str | None:
 def _temporary(folder: Path, why: str) -> Path:
     """Makes a folder that replaces the unusable ``folder`` until this process ends. Raises NoKernels."""
     try:
+        if _is_noexec(Path(tempfile.gettempdir())):
+            raise NoKernels(f"{why}, and the temporary folder {tempfile.gettempdir()} is mounted noexec, too")
         place = Path(tempfile.mkdtemp(prefix="mlserver-torch-stream-"))
     except OSError:
         raise NoKernels(why) from None
