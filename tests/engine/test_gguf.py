@@ -235,7 +235,7 @@ def test_a_conversion_that_other_users_could_replace_is_not_kept(
     (cache := tmp_path / "cache").mkdir()
     cache.chmod(0o777)
     assert converted_folder(gguf_file, cache) is None
-    assert f"Cannot keep the converted tiny.gguf in {cache} (every user can replace it)" in caplog.text
+    assert f"Cannot keep the converted tiny.gguf in {cache} (every user can replace it; set cache_dir" in caplog.text
     with pytest.raises(NotPacked, match=r"cannot be kept in .*cache: every user can replace it"):
         converted_folder(gguf_file, cache, packed=True)
     assert not [path for path in cache.iterdir() if path.is_dir()]

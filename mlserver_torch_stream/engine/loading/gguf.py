@@ -187,7 +187,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         if (who := replaceable(Path(folder))) is not None:  # no load would use the conversion
-            raise PermissionError(errno.EPERM, who)
+            raise PermissionError(errno.EPERM, f"{who}; set cache_dir to a folder that only this user can write")
         with _headers_parsed_once():
             read_gguf_config(gguf_file)  # an unsupported file is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
