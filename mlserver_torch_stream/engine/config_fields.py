@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+from transformers import PreTrainedConfig
 
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -33,7 +34,7 @@ def read_config(name: str, location: str, gguf_file: Path | None = None, **optio
             from mlserver_torch_stream.engine.loading.gguf_model import read_gguf_config  # here: gguf takes 5 MB
 
             return read_gguf_config(gguf_file)
-        return AutoConfig.from_pretrained(location, **options)
+        return transformers.AutoConfig.from_pretrained(location, **options)
     except (OSError, ValueError) as error:
         raise LoadFailed(f"cannot read the config of {name}: {' '.join(str(error).split())[:300]}") from error
 

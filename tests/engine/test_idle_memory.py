@@ -61,4 +61,5 @@ def test_a_process_maps_the_packed_weights_and_holds_nothing_that_only_the_load_
     for _ in range(2):  # the first start records what it proves, unless an earlier one has
         told = json.loads(subprocess.run(run, capture_output=True, text=True, check=True, timeout=180).stdout)
     assert told["grown"] < _BESIDE_WEIGHTS and told["mapped"]
-    assert not (_UNUSED | _MODEL_CODE).intersection(told["modules"])
+    # transformers reads the 1,600 files of its folder ``models`` when this package is imported.
+    assert not (_UNUSED | _MODEL_CODE | {"transformers.models"}).intersection(told["modules"])

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig
 
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
 from mlserver_torch_stream.engine.cache.paged_cache import PagedCache
@@ -59,7 +59,7 @@ def check_packed(
     ``folder`` was written by ``gguf_packed`` from ``gguf_file``; ``name`` is the model's name; ``max_model_len`` is the
     setting; the panels are kept in ``file``. Raises Unsuitable or LoadFailed.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
     settle_positions(config, max_model_len)
     packed = load_packed(folder, gguf_file, config)
     model, placement = packed.model, read_placement(packed.model)

@@ -20,7 +20,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.mapped_file import map_file
@@ -70,7 +70,7 @@ def load_packed(folder: Path, gguf_file: Path, config: Any = None) -> PackedMode
 
     Raises NotPacked if our kernels do not support the weights, and LoadFailed if weights are missing.
     """
-    config = config or AutoConfig.from_pretrained(folder)
+    config = config or transformers.AutoConfig.from_pretrained(folder)
     model = empty_model(config)
     tensors, metadata = read_tensors(folder, gguf_file)
     blocks, dequantised = json.loads(metadata["blocks"]), json.loads(metadata["dequantised"])

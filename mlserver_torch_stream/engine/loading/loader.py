@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 from transformers.utils import find_adapter_config_file
 
@@ -266,7 +265,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if not settings.allow_pickle:
         _refuse_pickles(Path(place))
         options["use_safetensors"] = True
-    config = AutoConfig.from_pretrained(place, **code)
+    config = transformers.AutoConfig.from_pretrained(place, **code)
     refuse_other_kinds(config)
     own_code = not type(config).__module__.startswith("transformers.")  # it may read the config in its own way
     if settings.engine != "serial" and not own_code and settle_positions(config, settings.max_model_len):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -42,7 +41,7 @@ def download_weights(resolved: ResolvedSettings) -> None:
     try:
         commit = weights_folder(resolved, hub_id).name  # with it, the cache needs no hub for the files that it has
         code = {"revision": commit, "trust_remote_code": resolved.settings.trust_remote_code}
-        config = AutoConfig.from_pretrained(hub_id, **code)
+        config = transformers.AutoConfig.from_pretrained(hub_id, **code)
         refuse_other_kinds(config)
         if getattr(config, "transformers_weights", None) is not None:
             return

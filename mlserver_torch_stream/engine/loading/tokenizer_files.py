@@ -12,7 +12,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+import transformers
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from mlserver_torch_stream.engine.config_fields import plain_config
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles, attempt
@@ -37,8 +38,9 @@ def load_tokenizer(files: ModelFiles, resolved: ResolvedSettings) -> Any:
             return load_gguf_tokenizer(files.gguf_file)
         _check_charsmap(place / "tokenizer.json")
         own = settings.tokenizer is None
-        loader = loader_of(place) if own and resolved.source.kind in ("gguf", "embedded") else AutoTokenizer
-        known = _plain_config(place) if own and loader is AutoTokenizer else {}
+        converted = own and resolved.source.kind in ("gguf", "embedded")
+        loader = loader_of(place) if converted else transformers.AutoTokenizer
+        known = _plain_config(place) if own and loader is not PreTrainedTokenizerFast else {}
         try:
             return loader.from_pretrained(
                 settings.tokenizer or files.location,
@@ -66,8 +68,8 @@ def loader_of(converted: Path) -> Any:
     try:
         named = json.loads((converted / "tokenizer_config.json").read_bytes())["tokenizer_class"]
     except (OSError, ValueError, KeyError, TypeError):  # the load reports the error
-        return AutoTokenizer
-    return PreTrainedTokenizerFast if named == PreTrainedTokenizerFast.__name__ else AutoTokenizer
+        return transformers.AutoTokenizer
+    return PreTrainedTokenizerFast if named == PreTrainedTokenizerFast.__name__ else transformers.AutoTokenizer
 
 
 def _plain_config(folder: Path) -> dict[str, PreTrainedConfig]:
