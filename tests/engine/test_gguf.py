@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.fingerprint import checksum
-from mlserver_torch_stream.engine.loading import gguf as converting
+from mlserver_torch_stream.engine.loading import gguf_tokenizer
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
@@ -109,13 +109,12 @@ def test_a_file_that_is_replaced_while_it_is_converted_is_not_kept_as_the_former
 ) -> None:
     """The name of a conversion is made from the content before; with the former file, a later load would find it."""
     file = Path(shutil.copy(gguf_file, tmp_path / "tiny.gguf"))
-    read_tokenizer = converting.load_gguf_tokenizer
 
     def replaced_before(path: Path) -> Any:
         write_tiny_gguf(tmp_path / "other.gguf", seed=1).replace(path)
-        return read_tokenizer(path)
+        return load_gguf_tokenizer(path)
 
-    monkeypatch.setattr(converting, "load_gguf_tokenizer", replaced_before)
+    monkeypatch.setattr(gguf_tokenizer, "load_gguf_tokenizer", replaced_before)
     with pytest.raises(LoadFailed, match=r"cannot load .*tiny.gguf: it has changed while it was converted"):
         load(file, tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
