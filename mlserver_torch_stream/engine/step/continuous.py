@@ -413,7 +413,7 @@ class ContinuousBatcher(Batcher):
             self.evict(closed)
 
     def _release(self, sequences: Iterable[SequenceState], *, forget: bool = False) -> list[SequenceState]:
-        """Removes sequences from the scheduler, except those of steps in flight, and frees their pages.
+        """Removes sequences from the scheduler and frees their pages, unless a step in flight computes the sequence.
 
         Returns the sequences that are computed again, because they share a page that a released sequence has not
         written.

@@ -25,7 +25,10 @@ from mlserver_torch_stream.types import FinishReason
 
 
 class SerialBatcher(Batcher):
-    """Runs one request after another; sampling, stops and events are those of the batched engine."""
+    """Runs one request after another.
+
+    It samples tokens, ends sequences and makes events as ``ContinuousBatcher`` does.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ _KEPT_PROMPTS = 0.9  # the factor for steps with prompts: about the last ten cou
 # shown it; keys are expected to take none, as if a step with 100 more keys before each token had shown that.
 _TOKEN_SPREAD = 0.25  # relative to the square of the mean number of tokens
 _KEY_SPREAD = 4e4  # relative to the spread of the tokens: 100 keys before each of the tokens, squared
-_MOST_OF_KEYS = 0.75  # the largest share of keys in the mean time of the prompt tokens
+_MAX_SHARE_OF_KEYS = 0.75  # the largest share of keys in the mean time of the prompt tokens
 _KEPT_ERRORS = 0.95  # the factor for the relative errors of earlier predictions: about the last twenty count
 
 # A step that takes longer than predicted by three mean errors should still end within 1.25 times the target.
@@ -81,7 +81,7 @@ class _Fit:
         return self._sums[2] / self.weight
 
     def slopes(self, expected: float, spread: float) -> tuple[float, float]:
-        """Returns the seconds that one more unit of size adds, and those that one more key adds.
+        """Returns the seconds that one more unit of size adds, and the seconds that one more key adds.
 
         The ``expected`` slope of size, and none of keys, have the weight of steps whose sizes have this ``spread``, a
         sum of squared distances from their mean. They dominate while all steps are about the same, because then the
@@ -93,7 +93,7 @@ class _Fit:
         keys += spread * _KEY_SPREAD - total_keys * self.keys
         size_seconds += spread * expected - total_size * self.seconds
         key_seconds -= total_keys * self.seconds
-        most = max(0.0, _MOST_OF_KEYS * self.seconds / self.keys) if total_keys else 0.0
+        most = max(0.0, _MAX_SHARE_OF_KEYS * self.seconds / self.keys) if total_keys else 0.0
         per_key = min(most, max(0.0, (sizes * key_seconds - both * size_seconds) / (sizes * keys - both * both)))
         return max(expected / 4, _MIN_SLOPE, (size_seconds - both * per_key) / sizes), per_key
 

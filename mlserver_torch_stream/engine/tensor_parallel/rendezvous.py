@@ -60,7 +60,10 @@ class RankProcesses:
         return self._fate
 
     def watch(self, on_end: OnEnd) -> None:
-        """Calls ``on_end`` for each process that ends from now on, and at once for those that have already ended."""
+        """Calls ``on_end`` for each process that ends from now on.
+
+        If processes have already ended, calls it at once for the first of them.
+        """
         with self._lock:
             self._on_end = on_end
             fate = self._fate

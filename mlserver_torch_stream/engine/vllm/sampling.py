@@ -1,4 +1,4 @@
-"""Converts a sequence's sampling parameters and constraint to vLLM's format, and refuses those that vLLM lacks."""
+"""Converts a request's sampling parameters and constraint to vLLM's format, and refuses parameters that vLLM lacks."""
 
 from __future__ import annotations
 

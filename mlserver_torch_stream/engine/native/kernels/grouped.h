@@ -8,12 +8,14 @@
 
 namespace native {
 
-// A weight is scale * (code - kOffset) + minimum. A panel of 32 outputs is a row of blocks, one for each group. A block
-// begins with its codes, [8 quads of inputs][32 outputs][4 inputs] in bytes. With less than 8 bits, codes are
-// [8 quads][16 outputs][4 inputs] in bytes: the low half of a byte has the four low bits of a code of output i, and the
-// high half those of output 16 + i. The high bits of all these codes follow, in as many fields of each byte as fit:
-// [registers][16 outputs][4 inputs] with, from the lowest field on, output i and output 16 + i of one quad, then of the
-// next quad. Then come scales [kScales][32] and minima [32] in fp16.
+// A weight is scale * (code - kOffset) + minimum. A panel of 32 outputs is a row of blocks, one for each group of inputs.
+// A block has codes, then scales [kScales][32] in fp16, then minima [32] in fp16. A quad is four inputs.
+// A code of 8 bits is a byte: the codes are [8 quads][32 outputs][4 inputs].
+// A code of 4 to 6 bits is stored in two places. Its four low bits are half of a byte in [8 quads][16 outputs][4 inputs]:
+// the low half of the byte of output i belongs to output i, and the high half belongs to output 16 + i. After these bytes
+// come the high bits of all codes, in bytes [16 outputs][4 inputs] repeated as often as needed. Such a byte is divided
+// into kFields fields of kHigh bits. Its lowest field belongs to output i of a quad, the next field to output 16 + i of
+// the same quad, and the fields after these two to the same outputs of the next quads.
 template <int kBits, bool kHasMinimum, int kScalesPerGroup = 1> struct Codes {
     using Products = ByteProducts<kBits>;
     static constexpr bool kMinimum = kHasMinimum, kBytewise = kBits == 8;
