@@ -6,6 +6,8 @@ The command passes its choices to MLServer through MLServer's environment variab
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import re
@@ -147,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key, value in DEFAULTS.items():
         os.environ.setdefault(f"MLSERVER_{key.upper()}", value)
     os.environ.setdefault(PAGE, "true")
+    _import_server()
     try:
         _check_settings(folder)
         host = _host(folder)
@@ -165,6 +168,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.Thread(target=announcement.wait_and_print, args=(sys.stderr,), daemon=True).start()
         start_mlserver(served)
     return 0
+
+
+def _import_server() -> None:
+    """Imports MLServer and our part of it. Collections would take a sixth of that time and free nothing."""
+    gc.disable()
+    try:
+        for name in ("mlserver.cli", "mlserver_torch_stream.server.access.model_repository"):
+            importlib.import_module(name)
+    finally:
+        gc.enable()
 
 
 def start_mlserver(folder: str) -> None:

@@ -89,10 +89,14 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         with resources.loading_alone():
             return prepare(files, load)
 
-    lease: Lease[PreparedModel] = resources.weights.lease(key, lambda: _in_thread_that_ends(load.threads, make))
+    # Beside the weights, most of whose time passes without the interpreter's lock.
+    preparing = _in_thread_that_ends("constraints", load.threads, codec.prepare_constraints)
+    lease: Lease[PreparedModel] = resources.weights.lease(
+        key, lambda: _in_thread_that_ends("weights", load.threads, make).result()
+    )
     try:
         loaded = complete(lease.value.weights, tokenizer, resolved)
-        codec.prepare_constraints()
+        preparing.result()
         trim_heap()  # it leaves 20 MB of free blocks
         return _start(load, lease, loaded, codec, on_death)
     except BaseException:
@@ -101,8 +105,8 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
         raise
 
 
-def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
-    """Runs ``work`` in a new thread. The end of the thread frees the 9 MB of buffers that MKL keeps for each thread.
+def _in_thread_that_ends(name: str, threads: int, work: Callable[[], T]) -> Future[T]:
+    """Starts ``work`` in a new thread. The end of the thread frees the 9 MB of buffers that MKL keeps for each thread.
 
     ``threads`` is the number of threads for torch's operations, which torch stores per thread.
     """
@@ -116,8 +120,8 @@ def _in_thread_that_ends(threads: int, work: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name=f"{threading.current_thread().name}: weights", daemon=True).start()
-    return done.result()
+    threading.Thread(target=run, name=f"{threading.current_thread().name}: {name}", daemon=True).start()
+    return done
 
 
 def with_device_defaults(load: ModelLoad, devices: Iterable[torch.device]) -> ModelLoad:

@@ -50,8 +50,8 @@ def install_at_start(repository: type, state: ServerState) -> None:
     if not is_wrapped(Hook.START):
         wrap(Hook.START, partial(_starting, repository, state))
         # Imported objects stay until the process ends. A full garbage collection would visit them all, and stop every
-        # stream for some 70 ms. No model exists yet, so an unloaded model is still collected.
-        gc.collect()
+        # stream for some 70 ms. No model exists yet, so an unloaded model is still collected. The imports have left no
+        # garbage that is worth a collection.
         gc.freeze()
 
 
