@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from mlserver_torch_stream.engine.failures import NotPacked, in_a_line
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 def download_weights(resolved: ResolvedSettings) -> None:
     """Downloads the safetensors of a hub id into the hub's cache, where ``load_weights`` finds them.
 
-    ``load_weights`` downloads what is still missing then, and reports errors.
+    Nothing is downloaded of a model that ``load_weights`` will refuse by its kind or its adapter. ``load_weights``
+    downloads what is still missing then, and reports errors.
     """
     hub_id = resolved.source.location
     if resolved.source.kind != "hub":
@@ -43,6 +44,7 @@ def download_weights(resolved: ResolvedSettings) -> None:
         code = {"revision": commit, "trust_remote_code": resolved.settings.trust_remote_code}
         config = transformers.AutoConfig.from_pretrained(hub_id, **code)
         refuse_other_kinds(config)
+        refuse_adapter(hub_id, commit)
         if getattr(config, "transformers_weights", None) is not None:
             return
         place = {"revision": commit, "_raise_exceptions_for_missing_entries": False}
@@ -110,6 +112,15 @@ def _on_our_kernels(settings: EngineSettings) -> bool:
     Only our own kernels can compute with packed weights here.
     """
     return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
+
+
+def refuse_adapter(place: str, revision: str | None) -> None:
+    """Raises LoadFailed for a folder or a hub id with an adapter, which transformers would ignore without PEFT."""
+    if find_adapter_config_file(place, revision=revision) is not None:
+        raise LoadFailed(
+            "adapter_config.json belongs to an adapter, which this package's engine does not apply: merge it into the "
+            "weights and remove the file, or let vLLM apply it (parameters.extra.lora_modules)"
+        )
 
 
 def refuse_other_kinds(config: Any) -> None:
