@@ -22,6 +22,9 @@ from mlserver_torch_stream.engine.loading import gguf_tokenizer
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
+from mlserver_torch_stream.engine.loading.locate import locate
+from mlserver_torch_stream.engine.model import ModelLoad, prepare
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.full_disk import max_file_bytes
@@ -273,6 +276,16 @@ def test_without_a_writable_cache_the_model_is_the_same_and_one_warning_says_so(
     assert torch.equal(in_memory.model(ids).logits, cached.model(ids).logits)
     assert in_memory.eos_token_ids == cached.eos_token_ids
     assert in_memory.tokenizer.encode("the end") == cached.tokenizer.encode("the end")
+
+
+def test_a_file_without_a_conversion_that_is_replaced_fails_the_load(gguf_file: Path, tmp_path: Path) -> None:
+    """The tokenizer and the weights would be those of two files."""
+    file = Path(shutil.copy(gguf_file, tmp_path / "own.gguf"))
+    resolved = parse_settings(str(file), {"cache_dir": str(file / "cache")}, environ={})
+    files = locate(resolved)
+    os.utime(file, (1, 1))
+    with pytest.raises(LoadFailed, match=r"own\.gguf: it has changed while it was loaded"):
+        prepare(files, ModelLoad(resolved, 1, ProcessResources()))
 
 
 def test_the_weights_keep_the_type_that_is_asked_for(gguf_file: Path, tmp_path: Path) -> None:

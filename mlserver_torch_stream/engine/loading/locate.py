@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from mlserver_torch_stream.engine.failures import NotPacked, in_a_line
-from mlserver_torch_stream.engine.fingerprint import file_stamps, weights_folder
+from mlserver_torch_stream.engine.fingerprint import read_stamps, weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import Turn, converted_folder, hold_folder
@@ -64,15 +64,18 @@ def locate(resolved: ResolvedSettings, turn: Turn = nullcontext) -> ModelFiles:
     settings, source = resolved.settings, resolved.source
     if source.kind == "folder":
         folder = Path(source.location)
-        return ModelFiles(source.location, None, tensors=attempt(source.name, lambda: check_folder(folder)))
+        stamps = read_stamps(folder)  # older than everything that the load reads
+        tensors = attempt(source.name, lambda: check_folder(folder))
+        return ModelFiles(source.location, None, tensors=tensors, stamps=stamps)
     if source.kind not in ("embedded", "gguf"):
         return ModelFiles(source.location, None)
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    stamps = read_stamps(file)
     if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
-        return ModelFiles("", file)
+        return ModelFiles("", file, stamps=stamps)
     folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype, turn=turn), file)
     if folder is None:
-        return ModelFiles("", file)
+        return ModelFiles("", file, stamps=stamps)
     return ModelFiles(str(folder), None, held=attempt(str(file), lambda: hold_folder(folder)))
 
 
@@ -92,13 +95,25 @@ def locate_packed(resolved: ResolvedSettings, turn: Turn = nullcontext) -> Model
             "to cpu)"
         )
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    stamps = file_stamps(resolved)  # older than the digest that names the folder
+    stamps = read_stamps(file)  # older than the digest that names the folder
     try:
         folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True, turn=turn), file)
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
     held = attempt(str(file), lambda: hold_folder(folder))
     return ModelFiles(str(folder), None, packed=file, stamps=stamps, held=held)
+
+
+def check_unchanged(files: ModelFiles) -> None:
+    """Raises LoadFailed if a file of the model has changed since ``files`` were found.
+
+    The load may have read two versions: the tokenizer of one version and the weights of another, or the places of one
+    file's blocks and the blocks of another file.
+    """
+    changed = sorted(files.stamps ^ read_stamps(files.source)) if files.stamps else []
+    if changed:
+        file = files.source / changed[0][0] if files.source.is_dir() else files.source
+        raise LoadFailed(f"cannot load {file}: it has changed while it was loaded")
 
 
 def no_packed_weights(why: str) -> LoadFailed:
