@@ -271,12 +271,13 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
         options["config"] = config
     # Otherwise transformers would ask a service of the hub to convert pickles, and load what that service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
-    method = own = quantised_as(place, settings.revision)
+    fields = config.to_dict()
+    method = own = quantised_as(fields)
     if asked is not None:
         method = quantisation_method(asked)
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
     if files.tensors:
-        check_bytes(config.to_dict(), files.tensors)
+        check_bytes(fields, files.tensors)
         with torch.device("meta"):
             outline = transformers.AutoModelForCausalLM.from_config(
                 config, trust_remote_code=settings.trust_remote_code
