@@ -20,6 +20,7 @@ import transformers
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.checks import record
 from mlserver_torch_stream.engine.fingerprint import checksum
+from mlserver_torch_stream.engine.kept_files import replaceable
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
@@ -339,6 +340,26 @@ def test_a_record_that_nobody_would_trust_is_not_written(
     (cache / "records").chmod(0o777)
     loaded(model, cache)
     assert not records(cache) and "not recorded in" in caplog.text and "every user can replace it" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(
+    ("mode", "owner", "who"),
+    [
+        (0o1777, 0, None),
+        (0o1777, 12345, "the user 12345, who owns the folder, can replace it"),
+        (0o0777, 12345, "every user can replace it"),
+        (0o0755, 12345, None),
+    ],
+)
+def test_the_owner_of_a_folder_to_which_all_users_can_write_must_be_trusted(
+    mode: int, owner: int, who: str | None, tmp_path: Path
+) -> None:
+    """The owner can replace files of other users in spite of the sticky bit. A volume may have any owner."""
+    (folder := tmp_path / "records").mkdir()
+    folder.chmod(mode)
+    os.chown(folder, owner, owner)
+    assert replaceable(folder) == who
 
 
 def start(model: Path, cache: Path, **extra: object) -> subprocess.Popen[str]:
