@@ -24,3 +24,15 @@ def take_lock(file: int, kind: int = fcntl.LOCK_EX) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
     return True
+
+
+def wait_for_lock(file: int) -> None:
+    """Locks an open file alone, and waits while another process has the lock.
+
+    On a file system without locks it returns at once. Raises OSError for other errors.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise

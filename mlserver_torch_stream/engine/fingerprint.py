@@ -20,6 +20,13 @@ _SHAPING = {
     *("revision", "dtype", "device_map", "max_memory", "offload_folder", "pipeline", "attn_implementation"),
     *("quantization_config", "tensor_parallel_size", "trust_remote_code", "allow_pickle", "fast_path", "weights"),
 }
+# Of configs, tokenizers, templates, code and weights.
+_READ_SUFFIXES = {
+    *(".json", ".jinja", ".model", ".tiktoken", ".txt", ".py"),
+    *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".pkl"),
+}
+
+Stamp = tuple[str, int, int]  # a file's name, size and time
 
 
 def weights_key(resolved: ResolvedSettings, threads: int) -> Hashable:
@@ -95,7 +102,16 @@ def _folder(location: str) -> Hashable:
     return tuple(sorted(_stamp(path) for path in Path(location).iterdir() if path.is_file()))
 
 
-def _stamp(path: Path) -> tuple[str, int, int]:
+def read_stamps(place: Path) -> frozenset[Stamp]:
+    """Returns the name, size and time of a GGUF file, or of each file in a folder that a load may read.
+
+    Other files of the folder, such as a log, may change during a load.
+    """
+    paths = place.iterdir() if place.is_dir() else [place]
+    return frozenset(_stamp(path) for path in paths if path.suffix in _READ_SUFFIXES)
+
+
+def _stamp(path: Path) -> Stamp:
     try:
         status = path.stat()
     except OSError:  # the load reports the error

@@ -109,16 +109,24 @@ def replaceable(folder: Path) -> str | None:
 
 
 def _replaceable(folder: os.stat_result) -> str | None:
-    """Returns which other users can rename files into this folder; None if only trusted users can."""
-    if folder.st_mode & stat.S_ISVTX:
-        return None
-    if folder.st_mode & stat.S_IWOTH:
-        return "every user can replace it"
+    """Returns which other users can rename files into this folder; None if only trusted users can.
+
+    Without the sticky bit, a folder's owner is not checked. Only root and the members of a group can write to another
+    user's folder, as a container does to a volume of its host.
+    """
     # A user's own group is often private, and Kubernetes gives a volume to a pod's ``fsGroup`` and sets its setgid bit.
     own = {os.getegid(), *(os.getgroups() if folder.st_mode & stat.S_ISGID else ())}
-    if folder.st_mode & stat.S_IWGRP and folder.st_gid not in own:
-        return f"the group {folder.st_gid} can replace it"
-    return None
+    if folder.st_mode & stat.S_IWOTH:
+        who = "every user"
+    elif folder.st_mode & stat.S_IWGRP and folder.st_gid not in own:
+        who = f"the group {folder.st_gid}"
+    else:
+        return None
+    if folder.st_mode & stat.S_ISVTX:  # only the owners of a file and of the folder can replace the file
+        if folder.st_uid in (os.geteuid(), 0):
+            return None
+        who = f"the user {folder.st_uid}, who owns the folder,"
+    return f"{who} can replace it"
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from mlserver_torch_stream.engine.fingerprint import file_stamps, weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import weight_files
 from mlserver_torch_stream.engine.loading.gguf_packed import WEIGHTS, read_tensors
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, import_model_code, load_weights
-from mlserver_torch_stream.engine.loading.locate import no_packed_weights
+from mlserver_torch_stream.engine.loading.locate import check_unchanged, no_packed_weights
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.loading.placement import (
     DeviceShare,
@@ -129,6 +129,7 @@ class PreparedModel:
 
 def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     """Loads, checks and prepares the weights in these files. Raises LoadFailed if any of this fails."""
+    check_unchanged(files)  # before the weights are read, which can take minutes
     alone = load.resolved.settings.tensor_parallel_size == 1
     return replace((_prepare_alone if alone else _prepare_ranks)(files, load), files=files)
 
@@ -147,6 +148,7 @@ def _prepare_alone(files: ModelFiles, load: ModelLoad) -> PreparedModel:
                 prepared = _prove_packed(files, load, recording)
             else:
                 prepared = _prove(files, load, recording, prepared)
+    check_unchanged(files)
     trim_heap()  # the conversion and the packing of the weights leave free blocks
     logger.info("Loaded the weights of %s", resolved.source.name)
     return prepared
@@ -324,7 +326,6 @@ def _prove_dense(
 
 
 def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | None) -> PreparedModel:
-    _check_unchanged(files, load)  # before the weights are packed, which can take minutes
     try:
         name, longest = load.resolved.source.name, load.resolved.settings.max_model_len
         file = None if recording is None else recording.panels
@@ -332,18 +333,9 @@ def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | No
         forward, proved = check_packed(Path(files.location), files.packed, name, load.kernels, longest, file)
     except (Unsuitable, OSError, SafetensorError) as error:
         raise no_packed_weights(str(error)) from error
-    _check_unchanged(files, load)  # now the file is mapped
+    check_unchanged(files)  # before the record is written; now the file is mapped
     _record(recording, proved, load)
     return _on_kernels(forward, proved, load)
-
-
-def _check_unchanged(files: ModelFiles, load: ModelLoad) -> None:
-    """Raises LoadFailed if the file of packed weights has changed since its folder was found.
-
-    The folder says where the file has its blocks, so the blocks of another file would be mixed with it.
-    """
-    if file_stamps(load.resolved) != files.stamps:
-        raise LoadFailed(f"cannot load {files.packed}: it has changed while it was loaded")
 
 
 def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:

@@ -26,7 +26,7 @@ from mlserver_torch_stream.engine.config_fields import read_config
 from mlserver_torch_stream.engine.devices import check_devices, device_types, free_memory, input_device
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights, load_weights, set_threads
-from mlserver_torch_stream.engine.loading.locate import locate
+from mlserver_torch_stream.engine.loading.locate import check_unchanged, locate
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.machine import ranks_here, read_host
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
@@ -161,6 +161,7 @@ def prepare_ranks(files: ModelFiles, resolved: ResolvedSettings, module: str = M
     try:
         send_settings(resolved, group)
         shard = load_shard(resolved, group)
+        check_unchanged(files)
     except BaseException as error:
         fate = other_ranks.fate(0 if isinstance(error, LoadFailed) else 1)
         other_ranks.end(0)

@@ -6,6 +6,8 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +20,18 @@ from transformers import AutoModelForCausalLM
 
 from mlserver_torch_stream.engine.failures import NotPacked
 from mlserver_torch_stream.engine.fingerprint import checksum
+from mlserver_torch_stream.engine.loading import gguf as gguf_module
 from mlserver_torch_stream.engine.loading import gguf_tokenizer
 from mlserver_torch_stream.engine.loading.gguf import converted_folder, hold_folder
 from mlserver_torch_stream.engine.loading.gguf_tokenizer import load_gguf_tokenizer
 from mlserver_torch_stream.engine.loading.loader import LoadedModel
+from mlserver_torch_stream.engine.loading.locate import locate
+from mlserver_torch_stream.engine.model import ModelLoad, prepare
+from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.full_disk import max_file_bytes
+from tests.engine.test_native_compile import bound, needs_permissions
 from tests.engine.test_record import loaded
 from tests.engine.tiny import load_model
 from tests.engine.tiny_gguf import CONTEXT, write_tiny_gguf
@@ -228,6 +235,53 @@ def test_a_conversion_that_other_users_may_have_written_is_made_anew(
     assert converted_folder(gguf_file, tmp_path) == folder and not caplog.records
 
 
+@only_root
+def test_a_conversion_of_another_user_without_its_checksums_is_made_anew(gguf_file: Path, tmp_path: Path) -> None:
+    folder = converted_folder(gguf_file, tmp_path)
+    assert folder is not None
+    (folder / "checksums.json").unlink()
+    os.chown(folder / "tokenizer.json", 12345, 12345)
+    assert converted_folder(gguf_file, tmp_path) == folder and (folder / "checksums.json").is_file()
+
+
+_CONVERT_PACKED = """
+import sys
+from pathlib import Path
+from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.loading.gguf import converted_folder
+try:
+    converted_folder(Path(sys.argv[1]), Path(sys.argv[2]), packed=True)
+except NotPacked as error:
+    print(error)
+"""
+
+
+@only_root
+@needs_permissions
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        ("{}/config.json", "{} is not used, because the user 12345 owns it, and cannot be removed: Permission denied"),
+        ("{}.lock", "{}.lock: Permission denied"),
+    ],
+)
+def test_a_conversion_of_another_user_that_cannot_be_removed_is_named(
+    file: str, problem: str, gguf_file: Path, tmp_path: Path
+) -> None:
+    target = gguf_module._target(gguf_file, tmp_path, "auto", True)
+    others = Path(file.format(target))
+    others.parent.mkdir(exist_ok=True)
+    others.touch()
+    os.chown(others, 12345, 12345)
+    if others.parent == target:
+        os.chown(target, 12345, 12345)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [*bound, sys.executable, "-c", _CONVERT_PACKED, str(gguf_file), str(tmp_path)]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=240, check=True).stdout
+    assert f"in {tmp_path}: {problem.format(target)}; set cache_dir to a folder that only this user can write" in said
+
+
 def test_a_conversion_that_other_users_could_replace_is_not_kept(
     gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,6 +327,16 @@ def test_without_a_writable_cache_the_model_is_the_same_and_one_warning_says_so(
     assert torch.equal(in_memory.model(ids).logits, cached.model(ids).logits)
     assert in_memory.eos_token_ids == cached.eos_token_ids
     assert in_memory.tokenizer.encode("the end") == cached.tokenizer.encode("the end")
+
+
+def test_a_file_without_a_conversion_that_is_replaced_fails_the_load(gguf_file: Path, tmp_path: Path) -> None:
+    """The tokenizer and the weights would be those of two files."""
+    file = Path(shutil.copy(gguf_file, tmp_path / "own.gguf"))
+    resolved = parse_settings(str(file), {"cache_dir": str(file / "cache")}, environ={})
+    files = locate(resolved)
+    os.utime(file, (1, 1))
+    with pytest.raises(LoadFailed, match=r"own\.gguf: it has changed while it was loaded"):
+        prepare(files, ModelLoad(resolved, 1, ProcessResources()))
 
 
 def test_the_weights_keep_the_type_that_is_asked_for(gguf_file: Path, tmp_path: Path) -> None:

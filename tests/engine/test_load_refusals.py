@@ -9,11 +9,13 @@ import socket
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 from transformers import BartConfig, BertConfig, BertForMaskedLM, GPTNeoXConfig, GPTNeoXForCausalLM, T5Config, ViTConfig
+from transformers.utils import hub
 
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.loading.locate import refuse_other_kinds
@@ -21,6 +23,7 @@ from mlserver_torch_stream.engine.loading.model_files import SERVED
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
 from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
+from tests.engine.tiny import cached_in_hub
 from tests.engine.tiny_gguf import write_tiny_gguf
 
 _POINTER = (
@@ -34,7 +37,7 @@ def folder(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def refusal(place: Path, cache: Path, **extra: str) -> str:
+def refusal(place: Path | str, cache: Path, **extra: str) -> str:
     """Returns the error of a load, which must be one line."""
     with pytest.raises(LoadFailed) as error:
         resolved = parse_settings(str(place), {"cache_dir": str(cache), **extra}, environ={})
@@ -156,6 +159,22 @@ def test_other_kinds_of_models_are_refused_by_name(folder: Path, kernel_cache: P
 def test_an_adapter_beside_the_weights_is_refused(folder: Path, kernel_cache: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     assert "adapter_config.json belongs to an adapter" in refusal(folder, kernel_cache)
+
+
+def test_a_hub_id_with_an_adapter_is_refused_before_its_weights_are_downloaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (cached_in_hub(folder, tmp_path / "hub", monkeypatch) / "model.safetensors").unlink()
+    asked: list[str] = []
+
+    def download(hub_id: str, name: str, **options: Any) -> Any:
+        asked.append(name)
+        return hf_hub_download(hub_id, name, **options)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert "adapter_config.json belongs to an adapter" in refusal("hf://tiny/llama", tmp_path)
+    assert "adapter_config.json" in asked and "model.safetensors" not in asked
 
 
 def test_a_decoder_whose_config_says_that_it_is_none_is_served() -> None:

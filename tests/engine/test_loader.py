@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from mlserver_torch_stream.engine.forward.model_forward import ModelForward
 from mlserver_torch_stream.engine.loading.generation_config import generation_defaults
@@ -55,6 +55,21 @@ def test_a_folder_is_ready_to_generate(tiny_model: Path) -> None:
     assert loaded.default_sampling == {}, "transformers' own defaults are not the model's wishes"
     assert loaded.description.startswith(f"{tiny_model.name} (llama, ")
     assert "\n" not in loaded.description
+
+
+def test_the_config_is_read_once_here_and_once_by_transformers(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of a hub id's config asks the hub for the commit."""
+    reads, read = [], PreTrainedConfig.get_config_dict
+
+    def counted(*args: Any, **options: Any) -> Any:
+        reads.append(args)
+        return read(*args, **options)
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", counted)
+    load(tiny_model)
+    assert len(reads) == 2
 
 
 def test_the_output_embeddings_get_contiguous_states(tiny_model: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import hub
@@ -31,7 +31,18 @@ from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from mlserver_torch_stream.types import SamplingParameters, TextPrompt, TokenEvent
 from mlserver_torch_stream.work_threads import Cancellation, in_thread
-from tests.engine.tiny import byte_tokenizer, collect, greedy, prompt_of, reference, run, running, tokens_of, watched
+from tests.engine.tiny import (
+    byte_tokenizer,
+    cached_in_hub,
+    collect,
+    greedy,
+    prompt_of,
+    reference,
+    run,
+    running,
+    tokens_of,
+    watched,
+)
 from tests.engine.tiny import tiny_model as make
 
 GIB = 2**30
@@ -84,17 +95,12 @@ def test_a_model_whose_weights_are_downloaded_keeps_no_other_from_loading(
     file: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's cache has all files of a model but the weights."""
-    commit, cached = "c0ffee" * 6 + "c0de", tmp_path / "models--tiny--llama"
-    snapshot = Path(shutil.copytree(tiny_model, cached / "snapshots" / commit))
+    snapshot = cached_in_hub(tiny_model, tmp_path, monkeypatch)
     if file != "model.safetensors":
         places = dict.fromkeys(load_file(snapshot / "model.safetensors"), file)
         index = json.dumps({"metadata": {}, "weight_map": places})
         (snapshot / "model.safetensors.index.json").write_text(index)
     (snapshot / "model.safetensors").unlink()
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     asked, arrives = threading.Event(), threading.Event()
 
     def download(hub_id: str, name: str, **options: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import transformers
 from mlserver_torch_stream.engine import model as model_module
 from mlserver_torch_stream.engine.checks import record
 from mlserver_torch_stream.engine.fingerprint import checksum
+from mlserver_torch_stream.engine.kept_files import replaceable
 from mlserver_torch_stream.engine.loading.loader import LoadedWeights
 from mlserver_torch_stream.engine.loading.locate import locate, locate_packed
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
+from mlserver_torch_stream.errors import LoadFailed
 from mlserver_torch_stream.settings import parse_settings
 from tests.engine.full_disk import max_file_bytes
 from tests.engine.page_book import prefilled
@@ -266,7 +269,7 @@ def other_model(model: Path) -> None:
     make_tiny_model("llama", seed=2, rms_norm_eps=0.1).to(torch.bfloat16).save_pretrained(model)
 
 
-def test_a_model_that_is_replaced_while_it_is_checked_is_not_recorded(
+def test_a_model_that_is_replaced_while_it_is_checked_is_refused_and_not_recorded(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_weights = model_module.load_weights
@@ -276,11 +279,25 @@ def test_a_model_that_is_replaced_while_it_is_checked_is_not_recorded(
         return load_weights(*args)
 
     monkeypatch.setattr(model_module, "load_weights", replaced_before)
-    loaded(model, cache)
+    with pytest.raises(LoadFailed, match=r"model/\w+\.(json|safetensors): it has changed while it was loaded"):
+        loaded(model, cache)
     assert not (cache / "records").exists() and "not recorded: its files have changed" in caplog.text
 
 
-def test_a_model_that_is_replaced_while_its_record_is_read_is_checked(
+@pytest.mark.parametrize(("name", "refused"), [("tokenizer.json", True), ("server.log", False)])
+def test_a_model_whose_tokenizer_changes_after_it_was_found_is_refused(
+    name: str, refused: bool, model: Path, cache: Path
+) -> None:
+    """The record has only the weights. A log in the model's folder may grow during the load."""
+    loaded(model, cache)
+    resolved = parse_settings(str(model), {"cache_dir": str(cache)}, environ={})
+    files = locate(resolved)
+    (model / name).write_text("another")
+    with pytest.raises(LoadFailed, match=f"{name}: it has changed") if refused else nullcontext():
+        prepare(files, ModelLoad(resolved, 1, ProcessResources()))
+
+
+def test_a_model_that_is_replaced_while_its_record_is_read_is_refused(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded(model, cache)
@@ -291,10 +308,10 @@ def test_a_model_that_is_replaced_while_its_record_is_read_is_checked(
         return result
 
     monkeypatch.setattr(model_module, "read_record", replaced_after)
-    mixed, counts = loaded(model, cache)
-    assert counts == {"weights": 1}
+    with pytest.raises(LoadFailed, match="it has changed while it was loaded"):
+        loaded(model, cache)
     monkeypatch.undo()
-    assert torch.equal(logits(mixed), logits(loaded(model, cache)[0]))
+    assert loaded(model, cache)[1] == {"weights": 1}
 
 
 def test_a_generation_config_that_json_cannot_store_is_not_recorded(
@@ -323,6 +340,26 @@ def test_a_record_that_nobody_would_trust_is_not_written(
     (cache / "records").chmod(0o777)
     loaded(model, cache)
     assert not records(cache) and "not recorded in" in caplog.text and "every user can replace it" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(
+    ("mode", "owner", "who"),
+    [
+        (0o1777, 0, None),
+        (0o1777, 12345, "the user 12345, who owns the folder, can replace it"),
+        (0o0777, 12345, "every user can replace it"),
+        (0o0755, 12345, None),
+    ],
+)
+def test_the_owner_of_a_folder_to_which_all_users_can_write_must_be_trusted(
+    mode: int, owner: int, who: str | None, tmp_path: Path
+) -> None:
+    """The owner can replace files of other users in spite of the sticky bit. A volume may have any owner."""
+    (folder := tmp_path / "records").mkdir()
+    folder.chmod(mode)
+    os.chown(folder, owner, owner)
+    assert replaceable(folder) == who
 
 
 def start(model: Path, cache: Path, **extra: object) -> subprocess.Popen[str]:

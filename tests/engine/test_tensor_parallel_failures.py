@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,13 +13,16 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mlserver_torch_stream.engine import ranks
 from mlserver_torch_stream.engine.api import EngineRequest
 from mlserver_torch_stream.engine.build import build_engine
 from mlserver_torch_stream.engine.cache.layout import CacheLayout
+from mlserver_torch_stream.engine.loading.locate import locate
 from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.ranks import prepare_ranks
 from mlserver_torch_stream.engine.shared_pool import ProcessResources
@@ -55,6 +59,26 @@ def test_what_one_rank_cannot_do_none_does(
             parse_settings(str(tiny_model), settings, environ={}),
             module="tests.engine.unwilling",
         )
+    assert not torch.distributed.is_initialized()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
+
+
+@pytest.mark.long
+def test_a_model_that_is_replaced_while_its_ranks_load_it_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    resolved = parse_settings(str(folder), {"tensor_parallel_size": 2}, environ={})
+    load_shard = ranks.load_shard
+
+    def replaced_after(*args: Any) -> ranks.Shard:
+        shard = load_shard(*args)
+        os.utime(folder / "tokenizer.json", (1, 1))
+        return shard
+
+    monkeypatch.setattr(ranks, "load_shard", replaced_after)
+    with pytest.raises(LoadFailed, match=r"tokenizer\.json: it has changed while it was loaded"):
+        prepare_ranks(locate(resolved), resolved)
     assert not torch.distributed.is_initialized()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank")] == []
 

@@ -906,6 +906,17 @@ def test_an_adapter_that_cannot_be_loaded_with_the_model_fails_the_load(start: S
         start(modules, enable_lora=True)
 
 
+def test_an_adapter_beside_the_weights_is_refused_unless_the_settings_name_it(
+    start: Start, tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(LoadFailed, match=r"adapter_config\.json belongs to an adapter, which vLLM does not apply"):
+        start(folder=folder)
+    built = start({"lora_modules": {"own": str(folder)}}, folder=folder, enable_lora=True)
+    assert built.engine.info.adapters == {"own"}
+
+
 def test_unloading_an_adapter_waits_for_its_streams(start: Start, tmp_path: Path) -> None:
     built = start({"lora_modules": {"a": str(tmp_path)}}, enable_lora=True, step_s=0.02)
     adapters = built.adapters

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from mlserver_torch_stream.engine.api import EngineRequest
@@ -55,6 +59,20 @@ def load_model(resolved: ResolvedSettings) -> LoadedModel:
     """Loads the model that ``resolved`` names, and its tokenizer, as an engine does."""
     files = locate(resolved)
     return complete(load_weights(files, resolved), load_tokenizer(files, resolved), resolved)
+
+
+def cached_in_hub(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copies a model's folder into an empty hub's cache as ``tiny/llama``, and turns the hub off.
+
+    Returns the copied folder.
+    """
+    commit, place = "c0ffee" * 6 + "c0de", cache / "models--tiny--llama"
+    snapshot = Path(shutil.copytree(model, place / "snapshots" / commit))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return snapshot
 
 
 _FOUND: dict[tuple[object, ...], SelfCheckResult] = {}

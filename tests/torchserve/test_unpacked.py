@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +99,27 @@ def test_only_folders_are_taken_for_left_ones(mar: str, tmp_path: Path) -> None:
     open_archive(mar, None).close()
     assert (tmp_path / "precious/file").is_file()
     assert len(list(temporary.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("code", "opens"), [(errno.ENOLCK, True), (errno.EIO, False)])
+def test_a_folder_that_cannot_be_locked_fails_the_load_unless_its_file_system_has_no_locks(
+    code: int, opens: bool, mar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next load would remove the folder of a living process if it had no lock."""
+
+    def refuse(*given: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    if opens:
+        first, second = open_archive(mar, None), open_archive(mar, None)
+        assert (first.folder / "hello.py").is_file()
+        first.close()
+        second.close()
+    else:
+        with pytest.raises(LoadFailed, match=r"cannot unpack .*the folder cannot be locked: Input/output error"):
+            open_archive(mar, None)
+    assert not list(Path(tempfile.gettempdir()).iterdir())
 
 
 def test_without_a_temporary_folder_the_load_fails_with_the_reason(mar: str, monkeypatch: pytest.MonkeyPatch) -> None:

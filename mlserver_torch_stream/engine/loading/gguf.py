@@ -95,6 +95,9 @@ def converted_folder(
         return target
     except (OSError, Timeout) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        if isinstance(error, PermissionError):
+            place = f"{error.filename}: " if error.filename else ""
+            reason = f"{place}{reason}; set cache_dir to a folder that only this user can write"
         if packed:
             raise NotPacked(f"the converted file cannot be kept in {cache_dir}: {reason}") from error
         what = "Cannot keep the converted %s in %s (%s): converting in memory"
@@ -187,7 +190,7 @@ def _convert(gguf_file: Path, target: Path, dtype: str, packed: bool) -> None:
     name = gguf_file.name
     with _scratch_folder(target) as folder:
         if (who := replaceable(Path(folder))) is not None:  # no load would use the conversion
-            raise PermissionError(errno.EPERM, f"{who}; set cache_dir to a folder that only this user can write")
+            raise PermissionError(errno.EPERM, who)
         with _headers_parsed_once():
             read_gguf_config(gguf_file)  # an unsupported file is refused before minutes of reading
             with stage(logger, f"Reading the tokenizer of {name}"):
@@ -239,14 +242,21 @@ def _foreign(folder: Path) -> str | None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a conversion that is not used. Raises OSError if it is whole and a server holds it."""
-    if (why := _foreign(folder)) is None:
-        logger.warning("%s is damaged and will be removed", folder)
-        shutil.rmtree(folder)
-        return
-    logger.warning("%s is not used: %s", folder, why)
-    with to_remove(folder / _SEAL):
-        shutil.rmtree(folder)
+    """Removes a conversion that is not used. Raises PermissionError if a server holds it, or it cannot be removed."""
+    why = None
+    try:
+        if (why := _foreign(folder)) is None:
+            logger.warning("%s is damaged and will be removed", folder)
+            shutil.rmtree(folder)
+            return
+        logger.warning("%s is not used: %s", folder, why)
+        # No server holds a folder without a seal.
+        with to_remove(folder / _SEAL) if (folder / _SEAL).exists() else nullcontext():
+            shutil.rmtree(folder)
+    except OSError as error:
+        unused = f"{folder} is not used, because {why or 'it is damaged or cannot be read'}, and cannot be removed"
+        problem = "a server uses it" if isinstance(error, BlockingIOError) else error.strerror
+        raise PermissionError(errno.EPERM, f"{unused}: {problem}") from error
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import torch
 import transformers
 from torch import nn
 from transformers.distributed import DistributedConfig
-from transformers.utils import find_adapter_config_file
 
 from mlserver_torch_stream.byte_size import format_bytes
 from mlserver_torch_stream.engine.config_fields import max_model_len, read_config, settle_positions
@@ -38,7 +37,7 @@ from mlserver_torch_stream.engine.loading.generation_config import (
     not_honoured,
 )
 from mlserver_torch_stream.engine.loading.gguf import load_gguf
-from mlserver_torch_stream.engine.loading.locate import refuse_other_kinds
+from mlserver_torch_stream.engine.loading.locate import refuse_adapter, refuse_other_kinds
 from mlserver_torch_stream.engine.loading.model_files import ALLOW_PICKLE, ModelFiles, attempt
 from mlserver_torch_stream.engine.loading.pinned import pin_offloaded
 from mlserver_torch_stream.engine.loading.placement import check_device_map, check_tied, read_placement
@@ -261,7 +260,7 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
         if packed:
             check_kept(model, "gguf", asked)
         return model
-    _refuse_adapter(place, settings.revision)
+    refuse_adapter(place, settings.revision)
     if not settings.allow_pickle:
         _refuse_pickles(Path(place))
         options["use_safetensors"] = True
@@ -272,12 +271,13 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
         options["config"] = config
     # Otherwise transformers would ask a service of the hub to convert pickles, and load what that service proposes.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
-    method = own = quantised_as(place, settings.revision)
+    fields = config.to_dict()
+    method = own = quantised_as(fields)
     if asked is not None:
         method = quantisation_method(asked)
         options["quantization_config"] = read_quantisation(asked, *_meant_for(settings))
     if files.tensors:
-        check_bytes(config.to_dict(), files.tensors)
+        check_bytes(fields, files.tensors)
         with torch.device("meta"):
             outline = transformers.AutoModelForCausalLM.from_config(
                 config, trust_remote_code=settings.trust_remote_code
@@ -294,15 +294,6 @@ def _load_weights(files: ModelFiles, settings: EngineSettings) -> Any:
     if own is not None and asked is not None:
         check_agreed(model, options["quantization_config"], asked)
     return model
-
-
-def _refuse_adapter(place: str, revision: str | None) -> None:
-    """Raises LoadFailed for a folder or a hub id with an adapter, which transformers would ignore without PEFT."""
-    if find_adapter_config_file(place, revision=revision) is not None:
-        raise LoadFailed(
-            "adapter_config.json belongs to an adapter, which this package's engine does not apply: merge it into the "
-            "weights and remove the file, or let vLLM apply it (parameters.extra.lora_modules)"
-        )
 
 
 def _refuse_pickles(folder: Path) -> None:

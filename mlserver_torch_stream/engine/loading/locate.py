@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, find_adapter_config_file
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from mlserver_torch_stream.engine.failures import NotPacked, in_a_line
-from mlserver_torch_stream.engine.fingerprint import file_stamps, weights_folder
+from mlserver_torch_stream.engine.fingerprint import read_stamps, weights_folder
 from mlserver_torch_stream.engine.loading.checkpoint import check_folder
 from mlserver_torch_stream.engine.loading.embedded import find_embedded
 from mlserver_torch_stream.engine.loading.gguf import Turn, converted_folder, hold_folder
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 def download_weights(resolved: ResolvedSettings) -> None:
     """Downloads the safetensors of a hub id into the hub's cache, where ``load_weights`` finds them.
 
-    ``load_weights`` downloads what is still missing then, and reports errors.
+    Nothing is downloaded of a model that ``load_weights`` will refuse by its kind or its adapter. ``load_weights``
+    downloads what is still missing then, and reports errors.
     """
     hub_id = resolved.source.location
     if resolved.source.kind != "hub":
@@ -43,6 +44,7 @@ def download_weights(resolved: ResolvedSettings) -> None:
         code = {"revision": commit, "trust_remote_code": resolved.settings.trust_remote_code}
         config = transformers.AutoConfig.from_pretrained(hub_id, **code)
         refuse_other_kinds(config)
+        refuse_adapter(hub_id, commit)
         if getattr(config, "transformers_weights", None) is not None:
             return
         place = {"revision": commit, "_raise_exceptions_for_missing_entries": False}
@@ -62,15 +64,18 @@ def locate(resolved: ResolvedSettings, turn: Turn = nullcontext) -> ModelFiles:
     settings, source = resolved.settings, resolved.source
     if source.kind == "folder":
         folder = Path(source.location)
-        return ModelFiles(source.location, None, tensors=attempt(source.name, lambda: check_folder(folder)))
+        stamps = read_stamps(folder)  # older than everything that the load reads
+        tensors = attempt(source.name, lambda: check_folder(folder))
+        return ModelFiles(source.location, None, tensors=tensors, stamps=stamps)
     if source.kind not in ("embedded", "gguf"):
         return ModelFiles(source.location, None)
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
+    stamps = read_stamps(file)
     if attempt(str(file), lambda: wants_packed_gguf(settings.quantization_config)):
-        return ModelFiles("", file)
+        return ModelFiles("", file, stamps=stamps)
     folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, settings.dtype, turn=turn), file)
     if folder is None:
-        return ModelFiles("", file)
+        return ModelFiles("", file, stamps=stamps)
     return ModelFiles(str(folder), None, held=attempt(str(file), lambda: hold_folder(folder)))
 
 
@@ -90,13 +95,25 @@ def locate_packed(resolved: ResolvedSettings, turn: Turn = nullcontext) -> Model
             "to cpu)"
         )
     file = find_embedded(source.location) if source.kind == "embedded" else Path(source.location)
-    stamps = file_stamps(resolved)  # older than the digest that names the folder
+    stamps = read_stamps(file)  # older than the digest that names the folder
     try:
         folder = attempt(str(file), lambda: converted_folder(file, resolved.cache_dir, packed=True, turn=turn), file)
     except NotPacked as error:
         raise no_packed_weights(str(error)) from error
     held = attempt(str(file), lambda: hold_folder(folder))
     return ModelFiles(str(folder), None, packed=file, stamps=stamps, held=held)
+
+
+def check_unchanged(files: ModelFiles) -> None:
+    """Raises LoadFailed if a file of the model has changed since ``files`` were found.
+
+    The load may have read two versions: the tokenizer of one version and the weights of another, or the places of one
+    file's blocks and the blocks of another file.
+    """
+    changed = sorted(files.stamps ^ read_stamps(files.source)) if files.stamps else []
+    if changed:
+        file = files.source / changed[0][0] if files.source.is_dir() else files.source
+        raise LoadFailed(f"cannot load {file}: it has changed while it was loaded")
 
 
 def no_packed_weights(why: str) -> LoadFailed:
@@ -110,6 +127,15 @@ def _on_our_kernels(settings: EngineSettings) -> bool:
     Only our own kernels can compute with packed weights here.
     """
     return settings.fits_cpu_kernels and (settings.device_map == "cpu" or not torch.cuda.is_available())
+
+
+def refuse_adapter(place: str, revision: str | None) -> None:
+    """Raises LoadFailed for a folder or a hub id with an adapter, which transformers would ignore without PEFT."""
+    if find_adapter_config_file(place, revision=revision) is not None:
+        raise LoadFailed(
+            "adapter_config.json belongs to an adapter, which this package's engine does not apply: merge it into the "
+            "weights and remove the file, or let vLLM apply it (parameters.extra.lora_modules)"
+        )
 
 
 def refuse_other_kinds(config: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlserver_torch_stream.engine.failures import NotPacked
+from mlserver_torch_stream.engine.fingerprint import Stamp
 from mlserver_torch_stream.engine.loading.file_damage import StoredTensor, find_damage
 from mlserver_torch_stream.errors import LoadFailed
 
@@ -24,17 +25,22 @@ class ModelFiles:
     """The location of a model's files: a folder or hub id, or a GGUF file that is not converted.
 
     ``packed`` is a GGUF file whose blocks stay quantised; then the folder has everything but the blocks. ``tensors``
-    are the tensors of a folder's safetensors files. ``stamps`` are the ``file_stamps`` of ``packed`` from before its
-    folder was found. ``held`` is the ``hold_folder`` of a conversion: transformers maps the weights there for as long
-    as they are in use.
+    are the tensors of a folder's safetensors files. ``stamps`` are the ``read_stamps`` of ``source`` from before any of
+    its files was read; empty for a hub id, and for a file that has been converted to dense weights. ``held`` is the
+    ``hold_folder`` of a conversion: transformers maps the weights there for as long as they are in use.
     """
 
     location: str
     gguf_file: Path | None
     packed: Path | None = None
-    stamps: Hashable = None
+    stamps: frozenset[Stamp] = frozenset()
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     held: object = field(default=None, compare=False)
+
+    @property
+    def source(self) -> Path:
+        """The folder or GGUF file that the settings name, unless a GGUF file is converted to a folder."""
+        return self.packed or self.place
 
     @property
     def place(self) -> Path:

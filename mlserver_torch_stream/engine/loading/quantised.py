@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig
 from transformers.utils import is_bitsandbytes_available, is_kernels_available, is_torchao_available
 
 from mlserver_torch_stream.byte_size import format_bytes
@@ -133,9 +132,8 @@ def _single(value: Any, key: str) -> tuple[str, dict[str, Any]]:
     raise LoadFailed(f"{key}: must be the name of a torchao config, or an object that maps this name to its arguments")
 
 
-def quantised_as(location: str, revision: str | None) -> str | None:
+def quantised_as(config: Mapping[str, Any]) -> str | None:
     """Returns the method that a checkpoint's own config names; None for dense weights."""
-    config, _ = PretrainedConfig.get_config_dict(location, revision=revision or "main")
     nested = config.get("text_config") or {}
     own = config.get("quantization_config") or nested.get("quantization_config")
     if own is None:

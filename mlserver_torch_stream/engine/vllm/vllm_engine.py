@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
+from transformers.utils import find_adapter_config_file
 
 from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.loading.generation_config import (
@@ -65,6 +66,7 @@ def run_vllm(
     if source.kind in ("embedded", "gguf"):
         raise LoadFailed(f"parameters.uri: {_CONVERT}")
     python = _interpreter(settings)
+    attempt(source.name, lambda: _refuse_adapter(source.location, settings))
     files = ModelFiles(source.location, None)
     parsers = settings.tool_parser, settings.reasoning_parser
     codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
@@ -168,6 +170,16 @@ def _interpreter(settings: EngineSettings) -> str:
     if not Path(python).is_file():
         raise LoadFailed(f"{ENV_PYTHON}: no such interpreter: {python}")
     return python
+
+
+def _refuse_adapter(location: str, settings: EngineSettings) -> None:
+    """Raises LoadFailed for a folder or a hub id with an adapter, unless ``lora_modules`` names this folder or id."""
+    named = (settings.lora_modules or {}).values()
+    if location not in named and find_adapter_config_file(location, revision=settings.revision) is not None:
+        raise LoadFailed(
+            "adapter_config.json belongs to an adapter, which vLLM does not apply to the model by itself: merge it "
+            "into the weights and remove the file, or name its folder or hub id in parameters.extra.lora_modules"
+        )
 
 
 def _command(

@@ -7,7 +7,6 @@ process, and is removed when the next folder is made. The lock also keeps system
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gzip
 import logging
@@ -25,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from mlserver_torch_stream.errors import LoadFailed, SettingsError
+from mlserver_torch_stream.file_lock import wait_for_lock
 
 BYTES_KEY, FILES_KEY = "maxUnpackedBytes", "maxUnpackedFiles"
 # Compression hardly shrinks weights, and shrinks text to a tenth; DEFLATE shrinks the zeros of a bomb to a thousandth.
@@ -214,13 +214,21 @@ class OwnFolder:
     """A new folder, locked by this process until ``remove``."""
 
     def __init__(self) -> None:
+        """Raises OSError if the folder cannot be made or locked.
+
+        On a file system without locks it has none, and ``_remove_abandoned`` removes no folder there.
+        """
         _remove_abandoned()
         made = tempfile.mkdtemp(prefix=f".{_PREFIX}")
         self._descriptor = os.open(made, _OPEN)
-        with contextlib.suppress(OSError):  # without locks in the file system, no folder is ever removed
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self.path = Path(made)
+        try:
+            wait_for_lock(self._descriptor)
+        except OSError as error:
+            self.remove()
+            raise OSError(error.errno, f"the folder cannot be locked: {error.strerror}", made) from error
         # Other processes look for this name only, so the folder gets it after the lock is taken.
-        self.path = Path(made).rename(Path(made).with_name(Path(made).name[1:]))
+        self.path = self.path.rename(self.path.with_name(self.path.name[1:]))
 
     def remove(self) -> None:
         """Removes the folder and releases the lock. Idempotent."""
@@ -240,7 +248,7 @@ def _remove_abandoned() -> None:
             continue
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # also fails without locks in the file system
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("Removed %s, left by a process that was killed", path)
         except OSError:  # the lock is held, so the folder's process is alive
