@@ -579,22 +579,22 @@ def test_sequences_whose_copies_were_in_a_failed_batch_are_computed_again_withou
         ]
 
 
-def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens() -> None:
+def test_drafts_come_before_prompts_but_leave_them_half_of_the_tokens_of_a_step() -> None:
     engine = engine_of(
-        token_budget=4,
-        drafts=lambda sequence, running: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 3),
+        token_budget=16,
+        drafts=lambda sequence, running: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 6),
     )
-    engine.add(request_of(prompt_of(4), 30))
+    for number in range(2):
+        engine.add(request_of(prompt_of(4, number), 90))
     engine.step()
-    engine.add(request_of(prompt_of(7, 1), 2))
-    wanted = [[part.wanted for part in engine.step().batch.sequences] for _ in range(3)]
-    assert wanted == [[1, 0], [2, 1], [4, 1]]
-    steps = 0
-    while not engine.idle:
-        engine.step()
-        steps += 1
+    alone = engine.step()
+    assert [len(part.drafts) for part in alone.parts] == [6, 6]
+    engine.add(request_of(prompt_of(28, 2), 2))
+    beside = [engine.step() for _ in range(4)]
+    assert [plan.prompt_tokens for plan in beside] == [8, 8, 8, 4]
+    assert [[len(part.drafts) for part in plan.parts] for plan in beside] == [[6, 2, 0]] * 4
+    engine.run()
     engine.check_end()
-    assert steps <= 7
 
 
 def test_the_scheduler_needs_no_torch() -> None:
