@@ -39,6 +39,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
+def forced_drafts(sequence: SequenceState, running: int) -> list[int]:
+    """Drafts 40 right tokens, as if a constraint forced them, in two of three sequences."""
+    if len(sequence.request.prompt) % 3 == 0:
+        return []
+    return expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 40)
+
+
 def some_drafts(sequence: SequenceState, running: int) -> list[int]:
     """Drafts up to three tokens; every fifth draft is wrong."""
     key = 0
@@ -78,10 +85,11 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
         prefill_floor=dice.choice([1, 8]),
         beside_budget=dice.choice([None, dice.randint(1, 8)]),
     )
-    engine = ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
+    engine = ModelledEngine(limits, spec, dice.choice([None, None, some_drafts, forced_drafts]), overlap)
     if dice.random() < 0.5:
         budgets = [PromptBudget(dice.randint(1, 40), per_key, least) for per_key in (0.0, 0.1) for least in (1, 4)]
         budgets += [PromptBudget(dice.randint(0, 12), 0.1, 0), PromptBudget(dice.randint(1, 40), 0.0, 1, 0.5)]
+        budgets += [PromptBudget(dice.randint(-9, 40), 0.1, least, 2.0, dice.randint(0, 9)) for least in (0, 4)]
         engine.prompt_budget = lambda: dice.choice([None, *budgets])
     return engine
 
