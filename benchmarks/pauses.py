@@ -88,9 +88,10 @@ def simulate(name: str, target: float | None, character: str, seed: int) -> tupl
         for _ in range(PROMPTS):
             add(math.exp(dice.uniform(math.log(128), math.log(2000))), ANSWER)
         step_until_all_have(1)
-    pauses = [later - earlier for earlier, later in pairwise(arrivals) if later > began]
-    tokens += batcher.stats.prefill_tokens + batcher.stats.generation_tokens
-    return 1000 * max(pauses), tokens / (model.now - began)
+        tokens += batcher.stats.prefill_tokens + batcher.stats.generation_tokens
+        rate = tokens / (model.now - began)
+        step_until_all_have(len(stream.tokens) + 3)  # ends the last pause
+    return 1000 * max(later - earlier for earlier, later in pairwise(arrivals) if later > began), rate
 
 
 def main() -> None:
