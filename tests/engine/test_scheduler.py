@@ -268,6 +268,23 @@ def test_drafts_and_prompts_of_a_step_share_its_time() -> None:
     assert sum(len(part.drafts) for part in beside.parts) == 6 and beside.prompt_tokens == 4
 
 
+def test_drafts_leave_time_for_a_page_of_a_prompt_with_many_keys_before_it() -> None:
+    """Each key before a prompt token adds a tenth of the token's time."""
+    drafts: list[int] = []
+    engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: drafts)
+    engine.add(request_of(prompt_of(4), 60))
+    engine.step()
+    engine.add(request_of(prompt_of(80, 1), 5))
+    engine.step()
+    drafts += [1] * 50
+    budget = PromptBudget(40.0, 0.1, 4, per_draft=1.0)
+    engine.prompt_budget = lambda: budget
+    plan = engine.step()
+    (decoding, prompt) = plan.parts
+    assert (prompt.start, prompt.count) == (64, 4)
+    assert len(decoding.drafts) == int(40 - budget.cost_of(64, 4)) == 9
+
+
 def test_a_prompt_that_there_is_no_place_for_takes_no_drafts_from_the_running_sequences() -> None:
     engine = engine_of(pages=400, max_num_seqs=2, drafts=lambda sequence, running: [1, 2, 3])
     engine.prompt_budget = lambda: PromptBudget(5, 0.0, 4, per_draft=1.0)

@@ -142,18 +142,18 @@ class StepDraft:
             self.left -= weight
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
-    def reserve(self, made: dict[ScheduledSequence, Sequence[int]], *, beside_prompts: bool) -> None:
+    def reserve(self, made: dict[ScheduledSequence, Sequence[int]], *, beside_prompts: bool, start: int) -> None:
         """Shortens the drafts that were made for each sequence to what the limits and the prompt budget allow.
 
-        With ``beside_prompts``, the drafts take at most half of the step's tokens and leave enough for a chunk. Their
-        tokens and their time are deducted from those of the prompts.
+        With ``beside_prompts``, the drafts take at most half of the step's tokens, and leave enough for a chunk of the
+        first prompt from its position ``start`` on. Their tokens and their time are deducted from those of the prompts.
         """
         per_draft = self._prompt_budget.per_draft if beside_prompts else 0.0
         most = min(self._prompt_budget.most_drafts, self.left)
         if beside_prompts:
             most = min(most, self.left / 2, self.left - max(self._shortest, self._least))
         if per_draft:
-            most = min(most, (self._cost_left - self._least) / per_draft)
+            most = min(most, (self._cost_left - self._prompt_budget.cost_of(start, self._least)) / per_draft)
         for scheduled, drafts in made.items():
             if len(drafts) > most:
                 made[scheduled] = drafts = drafts[: max(0, int(most))]
@@ -363,7 +363,8 @@ class Scheduler:
                 most = scheduled.request.max_tokens - len(scheduled.sequence.tokens) - 1
                 made[scheduled] = drafts[: max(0, most)]
         if made:
-            draft.reserve(made, beside_prompts=self.has_prompts)
+            start = next((scheduled.computed for scheduled in self.admitted if not scheduled.decodes), 0)
+            draft.reserve(made, beside_prompts=self.has_prompts, start=start)
         return made
 
     def _take_drafts(self, made: Mapping[ScheduledSequence, Sequence[int]], draft: StepDraft) -> None:
