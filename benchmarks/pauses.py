@@ -24,7 +24,8 @@ from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.types import SamplingParameters
 from tests.engine.schedule_model import LOOP
-from tests.engine.tiny import VOCAB, byte_tokenizer, spelled
+from tests.engine.tiny import spelled
+from tests.engine.tiny_models import VOCAB, byte_tokenizer
 
 # Milliseconds of a step, of a row, of a prompt token, and of a prompt token for each key before it, on two cores.
 COSTS = {"135 million": (12, 1.5, 0.45, 0.00014), "1.1 billion": (90, 9, 4.2, 0.0008)}
@@ -51,14 +52,14 @@ class SimulatedModel:
         return Logits(torch.empty(len(ends), VOCAB), [self._ids[(end + 1) % len(self._ids)] for end in ends])
 
 
-@torch.inference_mode()
 def simulate(name: str, target: float | None, character: str, seed: int) -> tuple[float, float]:
     """Returns the stream's longest pause in ms and the tokens per second, until every prompt has its first token.
 
     ``target`` is in ms; None means that `step_target` is not set.
     """
     dice, arrivals, requests = random.Random(seed), list[float](), list[RequestState]()
-    model, options = SimulatedModel(name, character, dice), dict[str, Any](step_target=(target or 500) / 1000)
+    model, step_target = SimulatedModel(name, character, dice), (target or 500) / 1000
+    cache: Any = None  # the model reads none
     limits = SchedulerLimits(32, 512, (4000,), 10**9, beside_budget=None if target else 128)
     spec, samplers = CacheSpec(16, (LayerGroup((0,), token_bytes=1),)), SamplerFactory(CODEC, VOCAB)
 
@@ -77,8 +78,8 @@ def simulate(name: str, target: float | None, character: str, seed: int) -> tupl
         if any([each.take_events() and each is stream for each in sequences]):
             arrivals.append(model.now)
 
-    with patch.object(continuous, "time", model), patch.object(request_state, "time", model):
-        batcher = continuous.ContinuousBatcher(model, None, samplers, limits, spec, **options)
+    with torch.inference_mode(), patch.object(continuous, "time", model), patch.object(request_state, "time", model):
+        batcher = continuous.ContinuousBatcher(model, cache, samplers, limits, spec, step_target=step_target)
         stream = add(60, 10**5)
         step_until_all_have(20)
         add(2000, 1)  # shows what prompts cost
