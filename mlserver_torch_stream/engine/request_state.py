@@ -57,6 +57,7 @@ class SequenceState:
         self._interval, self._interval_s = request.event_interval
         self._shown = 0  # the number of tokens at the newest event
         self._shown_at: float | None = None  # the time of the newest event
+        self._waits_since: float | None = None
 
     @property
     def request(self) -> RequestState:
@@ -85,8 +86,12 @@ class SequenceState:
 
     @property
     def waits_since(self) -> float:
-        """The time of the newest event; before the first event, the time at which the prompt became complete."""
-        return self.request.whole_at if self._shown_at is None else self._shown_at
+        """The time since which the reader waits for an event.
+
+        It is the time of the newest event, or of a later token after which the next event was not due yet. Before the
+        first event, it is the time at which the prompt became complete.
+        """
+        return self.request.whole_at if self._waits_since is None else self._waits_since
 
     @property
     def awaits_text(self) -> bool:
@@ -117,6 +122,8 @@ class SequenceState:
             self._max_tokens = self.request.max_tokens  # its prompt is whole
         self.tokens.append(token_id)
         self._unwritten.append(logprob)
+        if not self._is_due:
+            self._waits_since = time.monotonic()
         count, matcher = len(self.tokens), self.matcher
         if self._is_end(count) or (matcher is not None and matcher.complete):
             self._reason_by_ids = FinishReason.STOP
@@ -191,6 +198,7 @@ class SequenceState:
         if self.last_event_taken or (self.finish_reason is None and not (self._is_due and self._writer.has_output)):
             return ()
         self._shown, self._shown_at = len(self.tokens), time.monotonic()
+        self._waits_since = self._shown_at
         events = self._writer.take()
         for event in events:
             event.prompt_ids = self._input.prompt_ids

@@ -16,7 +16,7 @@ from typing import Any
 from mlserver_torch_stream.engine.api import EngineRequest, Mailbox
 from mlserver_torch_stream.engine.cache.pages import Batch, BatchSequence, CacheSpec
 from mlserver_torch_stream.engine.request_state import RequestState, SequenceState
-from mlserver_torch_stream.engine.scheduler.ledger import StepPart
+from mlserver_torch_stream.engine.scheduler.ledger import ScheduledSequence, StepPart
 from mlserver_torch_stream.engine.scheduler.queue import PromptBudget, SchedulerLimits
 from mlserver_torch_stream.engine.scheduler.scheduler import Scheduler, StepPlan
 from mlserver_torch_stream.engine.text.tokenizer import WindowDetokenizer
@@ -176,6 +176,7 @@ class ModelledEngine:
         self.requests: list[RequestState] = []
         self.prefilled = 0
         self.largest = 0
+        self.passed: Counter[SequenceState] = Counter()  # plans in a row without a sequence that decodes
         self.started: dict[RequestState, None] = {}  # in this order
         self.fail_next: int | None = None
         self.void: set[SequenceState] = set()  # sequences whose parts may come back in vain
@@ -218,11 +219,15 @@ class ModelledEngine:
     def launch_all(self) -> StepPlan:
         first = StepPlan()
         while len(self.in_flight) < self.limits.stages:
-            budget = self.prompt_budget()
-            if not (plan := self.scheduler.schedule(self.busy, budget)):
+            budget, busy = self.prompt_budget(), self.busy
+            ready = [each for each in self.scheduler.admitted if each.sequence not in busy]
+            decoding = [each for each in ready if each.decodes]
+            prompts = [each for each in ready if not each.decodes and not each.restarts]
+            if not (plan := self.scheduler.schedule(busy, budget)):
                 break
             first = first or plan
             self.check_plan(plan, budget)
+            self.check_progress(plan, budget, decoding, prompts)
             self.launch(plan)
             self.check()
         return first
@@ -241,6 +246,8 @@ class ModelledEngine:
             assert tokens <= self.limits.token_budget
             if self.limits.beside_budget is not None and len(prompts) < len(plan.parts):
                 assert tokens <= self.limits.beside_budget
+        drafts = sum(len(each.drafts) for each in plan.parts)
+        assert prompt_budget is None or drafts <= max(0, prompt_budget.most_drafts)
         if prompts and prompt_budget is not None and not self.limits.whole_prompts:
             if not prompt_budget.least and len(prompts) == len(plan.parts):
                 prompt_budget = PromptBudget(math.inf)  # nothing else could run
@@ -249,6 +256,35 @@ class ModelledEngine:
             least = max(prompt_budget.least, self.limits.prefill_floor)
             assert cost <= max(0.0, prompt_budget.cost) + single or prompts[0].count <= least
         self.largest = max(self.largest, tokens)
+
+    def check_progress(
+        self,
+        plan: StepPlan,
+        prompt_budget: PromptBudget | None,
+        decoding: Sequence[ScheduledSequence],
+        prompts: Sequence[ScheduledSequence],
+    ) -> None:
+        """Checks that each decoding sequence and the first prompt are in the plan, if there are pages for them."""
+        parts, ledger = {part.sequence: part for part in plan.parts}, self.scheduler.ledger
+        idle = [each for each in decoding if each.sequence not in parts and not each.restarts]
+        idle = [each for each in idle if ledger.fits_for(each, each.pages.missing(each.computed + 1))]
+        self.passed = Counter({each.sequence: self.passed[each.sequence] + 1 for each in idle})
+        most = 2 * (self.limits.stages - 1)  # a stage takes its share, in the order of admission
+        assert max(self.passed.values(), default=0) <= most, "a sequence that decodes starves"
+        if not prompts or prompts[0].restarts or (prompt_budget is not None and not prompt_budget.least):
+            return
+        first, size = prompts[0], self.spec.page_size
+        if any(part.prefills and ledger[part.sequence].order < first.order for part in plan.parts):
+            return  # a preempted sequence, or a prompt of a higher priority, comes first
+        if first.sequence not in parts:
+            assert not ledger.fits_for(first, first.pages.missing(first.computed + 1)), "the oldest prompt starves"
+            return
+        part, limit = parts[first.sequence], self.limits.budget(decodes=bool(decoding))
+        least = max(size if prompt_budget is None else prompt_budget.least, self.limits.prefill_floor)
+        to_page = size - part.start % size
+        left = first.sequence.length - part.start
+        short = part.count < min(left, to_page, least, limit)
+        assert not short or not ledger.fits_for(first, first.pages.missing(part.start + part.count + 1))
 
     def launch(self, plan: StepPlan) -> None:
         self.started.update(dict.fromkeys(part.sequence.request for part in plan.parts))
@@ -382,8 +418,11 @@ class ModelledEngine:
     def check_end(self) -> None:
         """Checks that all sequences have the tokens that they would have alone, and that no memory is in use."""
         self.check()
-        assert not self.scheduler.ledger._sequences
-        assert self.scheduler.ledger.used_bytes == 0
+        scheduler = self.scheduler
+        assert not (scheduler.ledger._sequences or scheduler.admitted or scheduler.has_prompts)
+        assert not (scheduler.waiting or scheduler.waiting.tokens or scheduler.waiting._backlog)
+        assert not (scheduler.waiting._overtaken or scheduler.ledger.state_copies)
+        assert scheduler.ledger.used_bytes == 0
         for request in self.requests:
             for sequence in request.sequences:
                 assert sequence.finish_reason is not None

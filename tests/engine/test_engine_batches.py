@@ -1,6 +1,7 @@
 """Batches of different sequences get the answers of ``generate``: long and short, with shared beginnings, at random."""
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -20,9 +21,10 @@ from mlserver_torch_stream.engine.forward.interface import Logits
 from mlserver_torch_stream.engine.request_state import RequestState
 from mlserver_torch_stream.engine.step import continuous
 from mlserver_torch_stream.engine.step.continuous import ContinuousBatcher, InlineForwards
+from mlserver_torch_stream.engine.step.drafts import PromptLookup
 from mlserver_torch_stream.engine.text.tokenizer import TextCodec
 from mlserver_torch_stream.engine.watchdog import FairLock
-from mlserver_torch_stream.types import Constraint, ConstraintKind
+from mlserver_torch_stream.types import Constraint, ConstraintKind, FinishReason
 from tests.engine.tiny import (
     Watch,
     batcher_over,
@@ -339,11 +341,12 @@ def added(
     loop: asyncio.AbstractEventLoop,
     prompt: tuple[int, ...],
     count: int,
+    interval: tuple[int, float] = (1, math.inf),
     **more: Any,
 ) -> RequestState:
     """Adds a request. ``more`` are fields of ``EngineRequest``."""
-    mailbox = Mailbox(loop, 1, lambda mailbox: None)
-    batcher.add(request := RequestState(EngineRequest(prompt, greedy(count), **more), mailbox, codec, (), LONG))
+    given, mailbox = EngineRequest(prompt, greedy(count), **more), Mailbox(loop, 1, lambda mailbox: None)
+    batcher.add(request := RequestState(given, mailbox, codec, (), LONG, event_interval=interval))
     return request
 
 
@@ -446,7 +449,11 @@ def test_no_prompt_waits_for_more_than_three_steps(
     watch.fail = take_time
     waited = longest = 0
     with dictated(model, spelled("a日本語😀 ok"), prompt=5):
-        streams = [added(batcher, codec, loop, prompt_of(5 + number, number), 1000) for number in range(4)]
+        intervals = [dice.choice([(1, math.inf), (2, math.inf), (9, 0.05)]) for _ in range(4)]
+        streams = [
+            added(batcher, codec, loop, prompt_of(5 + number, number), 1000, interval)
+            for number, interval in enumerate(intervals)
+        ]
         late: list[RequestState] = []
         for step in range(250):
             if step % 20 == 10 and all(request.finished for request in late):
@@ -455,6 +462,68 @@ def test_no_prompt_waits_for_more_than_three_steps(
             waited = 0 if prompt_tokens_of_step(batcher) or not waits else waited + 1
             longest = max(longest, waited)
     assert longest <= 3 and not any(stream.finished for stream in streams)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_random_loads_with_drafts_and_intervals_change_no_token_and_leave_nothing_behind(
+    model: PreTrainedModel,
+    codec: TextCodec,
+    loop: asyncio.AbstractEventLoop,
+    watch: Watch,
+    clock: Clock,
+    seed: int,
+) -> None:
+    """Streams with forced tokens, prompt lookup and intervals arrive, are cancelled and preempted at random times."""
+    dice, text, lookup = random.Random(seed), spelled("a日本語a日本語😀 ok"), PromptLookup(8)
+    base, per_token = dice.choice([0.001, 0.02, 0.2]), dice.choice([1e-5, 1e-3, 1e-2])
+    target, limit = dice.choice([None, 0.02, 0.1, 0.5]), dice.choice([8, 64])
+    options: dict[str, Any] = {
+        "prefill_tokens": limit,
+        "step_target": target,
+        "lookup": lookup,
+        "cache_bytes": TOKEN_BYTES * 300,
+    }
+    batcher = batcher_over(model, **options)
+    constants = {count: codec.submit(Constraint(ConstraintKind.REGEX, f"a{{{count}}}", "field")) for count in (3, 90)}
+    answers: dict[RequestState, list[int]] = {}
+    cancelled: set[RequestState] = set()
+
+    def add() -> None:
+        prompt, count = prompt_of(dice.randint(1, 90), dice.randint(0, 2)), dice.randint(1, 90)
+        forced = dice.choice([None, None, *constants])
+        constraint = None if forced is None else constants[forced].result()
+        interval = dice.choice([(1, math.inf), (2, math.inf), (40, math.inf), (40, 0.3)])
+        fields: dict[str, Any] = {"constraint": constraint, "priority": dice.randint(0, 1)}
+        request = added(batcher, codec, loop, prompt, count, interval, **fields)
+        answer = [text[(len(prompt) + number - 5) % len(text)] for number in range(count)]
+        answers[request] = answer if forced is None else (spelled("a") * forced)[:count]
+
+    def take_time(call: list[list[int]]) -> None:
+        clock.now += dice.uniform(0.5, 2) * (base + per_token * sum(map(len, call))) + 10 * (dice.random() < 0.03)
+        decoding = batcher._scheduler.running_sequences
+        assert sum(map(len, call)) <= limit + decoding
+
+    watch.fail = take_time
+    with dictated(model, text, prompt=5):
+        for step in range(200):
+            if step < 120 and dice.random() < 0.25:
+                add()
+            if step < 120 and dice.random() < 0.03 and answers:
+                request = dice.choice(list(answers))
+                cancelled.add(request)
+                request.finish(FinishReason.ABORT)
+                batcher.evict([request])
+            prompt_tokens_of_step(batcher)
+        for _ in range(2000):
+            if not all(request.finished for request in answers):
+                prompt_tokens_of_step(batcher)
+    for request, answer in answers.items():
+        assert request.finished
+        tokens = request.sequences[0].tokens
+        assert tokens == (answer[: len(tokens)] if request in cancelled else answer)
+    assert batcher.stats.kv_cache_bytes == 0 and batcher.stats.forced_tokens > 0
+    assert not (batcher._busy or batcher._drafter._forced or lookup._drafted or batcher._scheduler.admitted)
 
 
 @pytest.mark.long

@@ -215,6 +215,37 @@ def test_text_is_awaited_for_a_few_tokens_and_only_when_an_event_is_due(
     assert found == waits
 
 
+@pytest.mark.parametrize(
+    ("text", "interval", "waits"),
+    [
+        ("日本語", (1, math.inf), [0, 1, 2, 0, 1, 2, 0]),
+        ("日本語", (2, math.inf), [0, 0, 1, 0, 0, 1, 0]),
+        ("日本語", (9, 0.25), [0, 0, 0, 0, 0, 0, 0]),
+        ("no" * 4, (100, math.inf), [0] * 8),
+    ],
+)
+def test_a_reader_waits_from_the_last_token_after_which_no_event_was_due(
+    monkeypatch: pytest.MonkeyPatch,
+    loop: asyncio.AbstractEventLoop,
+    text: str,
+    interval: tuple[int, float],
+    waits: list[int],
+) -> None:
+    """A preempted sequence with a long interval has not waited since its last event. A token takes 0.1 s."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    mailbox = Mailbox(loop, 1, lambda mailbox: None)
+    request = RequestState(EngineRequest(prompt_of(3), greedy(50)), mailbox, CODEC, (), 100, event_interval=interval)
+    (sequence,), found = request.sequences, list[int]()
+    for token in spelled(text):
+        now += 0.1
+        sequence.accept(token, None)
+        sequence.write()
+        sequence.take_events()
+        found.append(round(10 * (now - sequence.waits_since)))
+    assert found[-len(waits) :] == waits
+
+
 def test_tokens_within_an_interval_come_with_an_end_from_outside(model: PreTrainedModel, watch: Watch) -> None:
     """A time limit ends the answer after its first event and before the second."""
 

@@ -39,6 +39,13 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
+def forced_drafts(sequence: SequenceState, running: int) -> list[int]:
+    """Drafts 40 right tokens, as if a constraint forced them, in two of three sequences."""
+    if len(sequence.request.prompt) % 3 == 0:
+        return []
+    return expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 40)
+
+
 def some_drafts(sequence: SequenceState, running: int) -> list[int]:
     """Drafts up to three tokens; every fifth draft is wrong."""
     key = 0
@@ -78,10 +85,11 @@ def engine_from(dice: random.Random, *, overlap: bool = False) -> ModelledEngine
         prefill_floor=dice.choice([1, 8]),
         beside_budget=dice.choice([None, dice.randint(1, 8)]),
     )
-    engine = ModelledEngine(limits, spec, some_drafts if dice.random() < 0.5 else None, overlap)
+    engine = ModelledEngine(limits, spec, dice.choice([None, None, some_drafts, forced_drafts]), overlap)
     if dice.random() < 0.5:
         budgets = [PromptBudget(dice.randint(1, 40), per_key, least) for per_key in (0.0, 0.1) for least in (1, 4)]
         budgets += [PromptBudget(dice.randint(0, 12), 0.1, 0), PromptBudget(dice.randint(1, 40), 0.0, 1, 0.5)]
+        budgets += [PromptBudget(dice.randint(-9, 40), 0.1, least, 2.0, dice.randint(0, 9)) for least in (0, 4)]
         engine.prompt_budget = lambda: dice.choice([None, *budgets])
     return engine
 
@@ -258,6 +266,23 @@ def test_drafts_and_prompts_of_a_step_share_its_time() -> None:
     engine.prompt_budget = lambda: PromptBudget(10, 0.0, 4, per_draft=1.0)
     beside = engine.step()
     assert sum(len(part.drafts) for part in beside.parts) == 6 and beside.prompt_tokens == 4
+
+
+def test_drafts_leave_time_for_a_page_of_a_prompt_with_many_keys_before_it() -> None:
+    """Each key before a prompt token adds a tenth of the token's time."""
+    drafts: list[int] = []
+    engine = engine_of(token_budget=64, pages=400, drafts=lambda sequence, running: drafts)
+    engine.add(request_of(prompt_of(4), 60))
+    engine.step()
+    engine.add(request_of(prompt_of(80, 1), 5))
+    engine.step()
+    drafts += [1] * 50
+    budget = PromptBudget(40.0, 0.1, 4, per_draft=1.0)
+    engine.prompt_budget = lambda: budget
+    plan = engine.step()
+    (decoding, prompt) = plan.parts
+    assert (prompt.start, prompt.count) == (64, 4)
+    assert len(decoding.drafts) == int(40 - budget.cost_of(64, 4)) == 9
 
 
 def test_a_prompt_that_there_is_no_place_for_takes_no_drafts_from_the_running_sequences() -> None:
@@ -579,22 +604,22 @@ def test_sequences_whose_copies_were_in_a_failed_batch_are_computed_again_withou
         ]
 
 
-def test_drafts_take_what_prompts_leave_of_the_budget_and_give_the_same_tokens() -> None:
+def test_drafts_come_before_prompts_but_leave_them_half_of_the_tokens_of_a_step() -> None:
     engine = engine_of(
-        token_budget=4,
-        drafts=lambda sequence, running: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 3),
+        token_budget=16,
+        drafts=lambda sequence, running: expected([*sequence.request.prompt, *sequence.tokens], sequence.index, 6),
     )
-    engine.add(request_of(prompt_of(4), 30))
+    for number in range(2):
+        engine.add(request_of(prompt_of(4, number), 90))
     engine.step()
-    engine.add(request_of(prompt_of(7, 1), 2))
-    wanted = [[part.wanted for part in engine.step().batch.sequences] for _ in range(3)]
-    assert wanted == [[1, 0], [2, 1], [4, 1]]
-    steps = 0
-    while not engine.idle:
-        engine.step()
-        steps += 1
+    alone = engine.step()
+    assert [len(part.drafts) for part in alone.parts] == [6, 6]
+    engine.add(request_of(prompt_of(28, 2), 2))
+    beside = [engine.step() for _ in range(4)]
+    assert [plan.prompt_tokens for plan in beside] == [8, 8, 8, 4]
+    assert [[len(part.drafts) for part in plan.parts] for plan in beside] == [[6, 2, 0]] * 4
+    engine.run()
     engine.check_end()
-    assert steps <= 7
 
 
 def test_the_scheduler_needs_no_torch() -> None:

@@ -80,7 +80,6 @@ class StepDraft:
         self._prompt_budget = PromptBudget(math.inf) if prompt_budget is None else prompt_budget
         self._least = max(self._prompt_budget.least, limits.prefill_floor) if self._prompt_budget.least else 0
         self._cost_left = self._prompt_budget.cost
-        self._drafts_left = self._prompt_budget.most_drafts
         self.decoding: list[ScheduledSequence] = []
         self.copies: list[tuple[int, int, int]] = []
 
@@ -143,20 +142,24 @@ class StepDraft:
             self.left -= weight
             self._cost_left -= self._prompt_budget.cost_of(start, weight)
 
-    def reserve(self, drafts: Sequence[int], *, beside_prompts: bool) -> Sequence[int]:
-        """Returns as many of the drafts as the prompt budget allows.
+    def reserve(self, made: dict[ScheduledSequence, Sequence[int]], *, beside_prompts: bool, start: int) -> None:
+        """Shortens the drafts that were made for each sequence to what the limits and the prompt budget allow.
 
-        With ``beside_prompts``, their time is deducted from that of the prompts.
+        With ``beside_prompts``, the drafts take at most half of the step's tokens, and leave enough for a chunk of the
+        first prompt from its position ``start`` on. Their tokens and their time are deducted from those of the prompts.
         """
-        per_draft, most = self._prompt_budget.per_draft, self._drafts_left
-        if beside_prompts and per_draft:
-            most = min(most, max(0.0, self._cost_left - self._least) / per_draft)
-        if len(drafts) > most:
-            drafts = drafts[: int(most)]
-        self._drafts_left -= len(drafts)
+        per_draft = self._prompt_budget.per_draft if beside_prompts else 0.0
+        most = min(self._prompt_budget.most_drafts, self.left)
         if beside_prompts:
+            most = min(most, self.left / 2, self.left - max(self._shortest, self._least))
+        if per_draft:
+            most = min(most, (self._cost_left - self._prompt_budget.cost_of(start, self._least)) / per_draft)
+        for scheduled, drafts in made.items():
+            if len(drafts) > most:
+                made[scheduled] = drafts = drafts[: max(0, int(most))]
+            most -= len(drafts)
+            self.left -= len(drafts)
             self._cost_left -= len(drafts) * per_draft
-        return drafts
 
     def writes_next(self, scheduled: ScheduledSequence) -> bool:
         """Returns whether a prompt should wait, because this step writes the page that the prompt needs next.
@@ -175,7 +178,6 @@ class StepDraft:
         part.drafts = tuple(drafts)
         part.input.token_ids = [*part.input.token_ids, *drafts]
         part.input.wanted += len(drafts)
-        self.left -= len(drafts)
 
     def plan(self, state_copies: Sequence[tuple[int, int]]) -> StepPlan:
         """Returns the finished plan, whose batch includes the page copies and ``state_copies``."""
@@ -351,7 +353,7 @@ class Scheduler:
     ) -> dict[ScheduledSequence, Sequence[int]]:
         """Returns the drafts of the sequences that decode.
 
-        Drafts keep to the prompt budget. They come before the prompts, because they save time.
+        They come before the prompts, because they save time.
         """
         made: dict[ScheduledSequence, Sequence[int]] = {}
         if self._drafts is None:
@@ -360,15 +362,15 @@ class Scheduler:
             if scheduled in decoding and (drafts := self._drafts(scheduled.sequence, len(decoding))):
                 most = scheduled.request.max_tokens - len(scheduled.sequence.tokens) - 1
                 made[scheduled] = drafts[: max(0, most)]
-        waits = bool(made) and self.has_prompts
-        return {each: draft.reserve(drafts, beside_prompts=waits) for each, drafts in made.items()}
+        if made:
+            start = next((scheduled.computed for scheduled in self.admitted if not scheduled.decodes), 0)
+            draft.reserve(made, beside_prompts=self.has_prompts, start=start)
+        return made
 
     def _take_drafts(self, made: Mapping[ScheduledSequence, Sequence[int]], draft: StepDraft) -> None:
-        """Adds drafts to the decoding sequences, within the rest of the token budget and the free pages."""
+        """Adds the drafts to the decoding sequences, as far as there are pages."""
         for scheduled in draft.decoding if made else ():
             drafts = made.get(scheduled, ())
-            if len(drafts) > draft.left:
-                drafts = drafts[: max(0, int(draft.left))]
             end = scheduled.sequence.length + len(drafts)
             if drafts and self.ledger.fits(scheduled.pages.lacking(end)):
                 scheduled.pages.grow(end)
