@@ -130,7 +130,6 @@ def _proving_depth(model: Any, decoder: Decoder, layout: CacheLayout) -> int:
             *(_kind(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")),
             tuple(sorted(layer.norms)),
             layer.rope,
-            layer.sinks is None,
             window,
             _plain_values(module),
         )
