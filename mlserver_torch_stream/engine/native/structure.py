@@ -420,7 +420,8 @@ def _expert_projections(experts: Any) -> tuple[Projection, Projection]:
     """Returns the gates and ups of each expert in turn, and the second matrix of each expert."""
     if isinstance(experts, PackedExperts):
         return _unbiased(experts.gates_and_ups, len(experts.downs)), _unbiased(experts.downs, len(experts.downs))
-    gate_up, down, *biases = (getattr(experts, name, None) for name in _EXPERT_PARAMETERS)
+    parameters: list[Any] = [getattr(experts, name, None) for name in _EXPERT_PARAMETERS]
+    gate_up, down, gate_up_bias, down_bias = parameters
     flags = [getattr(experts, name, None) for name in ("has_gate", "is_concatenated", "is_transposed", "has_bias")]
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or not flags[0] or None in flags:
         raise UnsupportedLayout(f"the model has experts of type {type(experts).__name__}")
@@ -434,8 +435,8 @@ def _expert_projections(experts: Any) -> tuple[Projection, Projection]:
     weights = tuple(halves(gate_up)), tuple(down.detach())
     if not experts.has_bias:
         return _unbiased(weights[0], len(down)), _unbiased(weights[1], len(down))
-    of_gate_up, of_down = tuple(halves(biases[0])), tuple(biases[1].detach())
-    return Projection(weights[0], of_gate_up, len(down)), Projection(weights[1], of_down, len(down))
+    biases = tuple(halves(gate_up_bias)), tuple(down_bias.detach())
+    return Projection(weights[0], biases[0], len(down)), Projection(weights[1], biases[1], len(down))
 
 
 def _unbiased(weights: Sequence[Tensor | PackedRows], experts: int) -> Projection:
@@ -448,11 +449,10 @@ def _swiglu(experts: Any) -> tuple[float, float]:
     Returns zeros if the experts have another activation.
     """
     alpha, limit = (float(getattr(experts, name, 0.0)) for name in ("alpha", "limit"))
-    if hasattr(experts, "act_fn") or limit <= 0:
+    if hasattr(experts, "act_fn") or experts.is_concatenated or limit <= 0:
         return 0.0, 0.0
     gates, ups = torch.meshgrid(*[torch.linspace(-2, 2, 17, dtype=torch.float32) * limit] * 2, indexing="ij")
-    pairs = torch.stack((gates, ups), 2)
-    got = experts._apply_gate(pairs.transpose(1, 2).flatten(1) if experts.is_concatenated else pairs.flatten(1))
+    got = experts._apply_gate(torch.stack((gates, ups), 2).flatten(1))
     gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
     same = torch.allclose(got, gates * (gates * alpha).sigmoid() * (ups + 1), atol=1e-5)
     return (alpha, limit) if same else (0.0, 0.0)
