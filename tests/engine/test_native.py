@@ -76,7 +76,8 @@ KNOWN = {
         {**_EXPERTS, "num_experts": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "qwen3 with experts in every second layer": ("qwen3_moe", {**_EXPERTS, "num_experts": 6, "decoder_sparse_step": 2}),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5}),  # so small that most gates and ups exceed it
+    # With a limit that most gates and ups exceed.
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 5, "intermediate_size": 64, "swiglu_limit": 0.5}),
 }
 # The modules of these are those of a known family, and only the logits tell them apart.
 DISGUISED = ["exaone4"]

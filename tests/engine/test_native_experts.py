@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
@@ -148,6 +150,24 @@ def test_a_later_start_of_gpt_oss_has_the_bits_of_its_first_and_of_the_model(
     with torch.inference_mode():
         forward = NativeForward(model, KernelOptions(2, cache), ROUNDED.get(extra.get("weights", "")))
         assert torch.equal(prefilled(forward, model, PROMPT, chunk=4)[0], logits(first))
+
+
+def test_a_checkpoint_in_mxfp4_runs_on_the_kernels_once_it_is_dequantised(
+    tmp_path: Path,
+    cache: Path,  # noqa: F811
+) -> None:
+    known_model(_GPT_OSS).to(torch.bfloat16).save_pretrained(place := tmp_path / "model")
+    tensors, blocks = load_file(place / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=blocks)
+        tensors[f"{name}_scales"] = torch.full(shape, 123, dtype=torch.uint8)  # 2**(123 - 127)
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    prepared, _ = loaded(place, cache, quantization_config={"quant_method": "mxfp4", "dequantize": True})
+    assert prepared.choice is not None and isinstance(prepared.choice.forward, NativeForward)
 
 
 @pytest.mark.parametrize("up", [-500.0, -3.0, 3.0, 500.0])
