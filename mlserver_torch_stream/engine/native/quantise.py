@@ -37,7 +37,7 @@ def quantise(weight: Tensor, format: GroupFormat) -> Groups:
     """
     if not weight.isfinite().all():
         raise UnsupportedLayout("the model has weights that are not finite")
-    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).reshape(len(weight), -1, GROUP)
+    grouped = pad(weight.float(), (0, -weight.shape[1] % GROUP)).view(len(weight), -1, GROUP)
     # The kernels hold scales and minima in float16, so the codes are computed from the values that float16 holds.
     minima = grouped.amin(2).half().float() if format.minimum else None
     most = (grouped.amax(2) - minima) / 15 if minima is not None else grouped.abs().amax(2) / 127
