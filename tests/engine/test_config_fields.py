@@ -34,7 +34,7 @@ _YARN = {
 # transformers' families whose modules our kernels can take for a Llama's.
 ALIKE = [
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"),
-    *("exaone4", "cwm", "seed_oss", "helium", "glm", "ernie4_5"),
+    *("exaone4", "cwm", "seed_oss", "helium", "glm", "ernie4_5", "gpt_oss"),
 ]
 # A value that changes what a model computes, by the field; with what else it needs to take effect.
 CHANGES: dict[str, list[dict[str, Any]]] = {
@@ -52,6 +52,8 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "residual_multiplier": [{"residual_multiplier": 0.5}],
     "logits_scaling": [{"logits_scaling": 4.0}],
     "no_rope_layers": [{"no_rope_layers": [1, 0, 1]}],
+    "swiglu_alpha": [{"swiglu_alpha": 0.9}],
+    "swiglu_limit": [{"swiglu_limit": 0.4}],
     "sliding_window": [{"sliding_window": 45}, {"sliding_window": 90}],
     "use_sliding_window": [{"use_sliding_window": True, "sliding_window": 90, "max_window_layers": 1}],
     "layer_types": [{"sliding_window": 90, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}],

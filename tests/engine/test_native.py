@@ -76,6 +76,8 @@ KNOWN = {
         {**_EXPERTS, "num_experts": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "qwen3 with experts in every second layer": ("qwen3_moe", {**_EXPERTS, "num_experts": 6, "decoder_sparse_step": 2}),
+    # With a limit that most gates and ups exceed.
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 5, "intermediate_size": 64, "swiglu_limit": 0.5}),
 }
 # The modules of these are those of a known family, and only the logits tell them apart.
 DISGUISED = ["exaone4"]
@@ -83,8 +85,14 @@ ELSEWHERE = sorted(set(FAMILIES) - {family for family, _ in KNOWN.values()} - {*
 
 
 def known_model(name: str) -> PreTrainedModel:
+    """Returns a tiny model with random biases and sinks, which transformers would make 0 or small."""
     family, changes = KNOWN[name]
-    return tiny_model(family, **changes)
+    model = tiny_model(family, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_()
+    return model
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -253,8 +261,15 @@ def test_half_precision_other_than_bfloat16_is_refused() -> None:
 
 def test_a_parameter_without_a_place_is_refused() -> None:
     model = tiny_model()
-    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
-    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="sinks"):
+    model.model.layers[1].self_attn.gains = torch.nn.Parameter(torch.zeros(4))
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="gains"):
+        read_decoder(model)
+
+
+def test_sinks_of_another_shape_are_refused() -> None:
+    model = tiny_model("gpt_oss")
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(3))
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match=r"sinks of shape \[3\]"):
         read_decoder(model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mlserver_torch_stream.engine.failures import UnsupportedLayout
 from mlserver_torch_stream.engine.loading.gguf_packed import load_packed, write_packed
@@ -21,10 +23,11 @@ from tests.engine.gguf_originals import make_original, write_original
 from tests.engine.page_book import PageBook, prefilled
 from tests.engine.test_first_start import cache  # noqa: F401 a fixture
 from tests.engine.test_native import in_company, known_model
-from tests.engine.test_record import loaded, logits
+from tests.engine.test_record import PROMPT, loaded, logits
 from tests.engine.tiny_models import prompt_of, tiny_model
 
 _QWEN = "qwen3 with experts, one layer without"
+_GPT_OSS = "gpt-oss"
 
 
 def logits_of(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
@@ -64,7 +67,7 @@ def test_experts_without_rows_are_not_computed_and_one_expert_may_get_all_rows(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", _QWEN])
+@pytest.mark.parametrize("name", ["mixtral", _QWEN, _GPT_OSS])
 def test_a_step_of_decode_rows_and_a_chunk_has_the_logits_of_the_model(name: str, folder: Path) -> None:
     model = known_model(name)
     begun = {str(length): prompt_of(length, length) for length in (3, 17, 40)}
@@ -79,9 +82,10 @@ def test_a_step_of_decode_rows_and_a_chunk_has_the_logits_of_the_model(name: str
             torch.testing.assert_close(found[row][0], logits_of(model, ids), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["mixtral", _GPT_OSS])
 @pytest.mark.parametrize("chunk", [1, 100, 700])
-def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(chunk: int, folder: Path) -> None:
-    model, ids = mixtral(), prompt_of(700, 1)
+def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(name: str, chunk: int, folder: Path) -> None:
+    model, ids = known_model(name), prompt_of(700, 1)
     with torch.inference_mode():
         found, _ = prefilled(NativeForward(model, KernelOptions(2, folder)), model, ids, chunk)
         torch.testing.assert_close(found, logits_of(model, ids), rtol=1e-4, atol=1e-4)
@@ -91,10 +95,11 @@ def test_a_long_prompt_in_pieces_of_any_size_gives_the_logits_of_the_whole(chunk
     "dtype, rounded",
     [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")],
 )
+@pytest.mark.parametrize("name", [_QWEN, _GPT_OSS])
 def test_a_row_gets_the_same_bits_in_any_company_and_with_any_threads(
-    dtype: torch.dtype, rounded: str | None, folder: Path
+    name: str, dtype: torch.dtype, rounded: str | None, folder: Path
 ) -> None:
-    model, rounding = known_model(_QWEN).to(dtype), None if rounded is None else ROUNDED[rounded]
+    model, rounding = known_model(name).to(dtype), None if rounded is None else ROUNDED[rounded]
     first, *others = in_company(model, lambda threads: NativeForward(model, KernelOptions(threads, folder), rounding))
     assert first.isfinite().all() and all(torch.equal(logits, first) for logits in others)
 
@@ -129,6 +134,65 @@ def test_files_have_the_tensors_of_single_experts_or_of_all(
     assert not counts and torch.equal(logits(again), logits(first))
 
 
+@pytest.mark.parametrize("extra", [{}, {"weights": "int8"}, {"weights": "int4"}])
+def test_a_later_start_of_gpt_oss_has_the_bits_of_its_first_and_of_the_model(
+    extra: dict[str, str],
+    tmp_path: Path,
+    cache: Path,  # noqa: F811
+) -> None:
+    """Files have an expert's matrices transposed, with gates and ups in turn, and here all values in float32."""
+    known_model(_GPT_OSS).save_pretrained(tmp_path / "model")
+    first, counts = loaded(tmp_path / "model", cache, dtype="bfloat16", **extra)
+    assert counts == {"new": 1} and first.has_threads
+    again, counts = loaded(tmp_path / "model", cache, dtype="bfloat16", **extra)
+    assert not counts and torch.equal(logits(again), logits(first))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        forward = NativeForward(model, KernelOptions(2, cache), ROUNDED.get(extra.get("weights", "")))
+        assert torch.equal(prefilled(forward, model, PROMPT, chunk=4)[0], logits(first))
+
+
+def test_a_checkpoint_in_mxfp4_runs_on_the_kernels_once_it_is_dequantised(
+    tmp_path: Path,
+    cache: Path,  # noqa: F811
+) -> None:
+    known_model(_GPT_OSS).to(torch.bfloat16).save_pretrained(place := tmp_path / "model")
+    tensors, blocks = load_file(place / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=blocks)
+        tensors[f"{name}_scales"] = torch.full(shape, 123, dtype=torch.uint8)  # 2**(123 - 127)
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    prepared, _ = loaded(place, cache, quantization_config={"quant_method": "mxfp4", "dequantize": True})
+    assert prepared.choice is not None and isinstance(prepared.choice.forward, NativeForward)
+
+
+@pytest.mark.parametrize("up", [-500.0, -3.0, 3.0, 500.0])
+@pytest.mark.parametrize("gate", [-500.0, -90.0, -6.0, 6.0, 500.0])
+def test_far_gates_and_ups_are_clamped(gate: float, up: float, folder: Path) -> None:
+    model, ids = tiny_model("gpt_oss"), prompt_of(20, 1)
+    with torch.inference_mode():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj_bias[:, ::2] = gate
+            layer.mlp.experts.gate_up_proj_bias[:, 1::2] = up
+        expected = logits_of(model, ids)
+        found, _ = prefilled(NativeForward(model, KernelOptions(2, folder)), model, ids, 20)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [lambda gated: 2 * gated, lambda gated: gated.clamp(max=3.0)])
+def test_gated_units_that_compute_something_else_are_refused(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt_oss")
+    experts = model.model.layers[1].mlp.experts
+    apply_gate = experts._apply_gate
+    monkeypatch.setattr(experts, "_apply_gate", lambda gate_up: change(apply_gate(gate_up)))
+    with torch.inference_mode(), pytest.raises(UnsupportedLayout, match="an activation other than"):
+        read_decoder(model)
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3 with experts"])
 def test_packed_experts_have_the_logits_of_the_file(name: str, kind: str, tmp_path: Path, folder: Path) -> None:
@@ -148,10 +212,10 @@ class _Doubled(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, router: torch.nn.Module) -> None:
         super().__init__()
-        self.weight, self.router = router.weight, [router]
+        self.weight, self.router = router.weight, router
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits, shares, chosen = self.router[0](x)
+        logits, shares, chosen = self.router(x)
         return logits, 2 * shares, chosen
 
 
@@ -159,7 +223,7 @@ class _Lowest(_Doubled):
     """A router that chooses the experts with the smallest logits."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.router[0](-x)
+        return self.router(-x)
 
 
 @pytest.mark.parametrize("other", [_Doubled, _Lowest, lambda router: torch.nn.Linear(32, 4, bias=False)])

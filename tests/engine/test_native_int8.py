@@ -105,7 +105,7 @@ def test_kernels_that_compute_something_else_are_found_out(folder: Path, monkeyp
         take_rounded(ExpectedLogits(model), check_batching(model), KernelOptions(1, folder), "int8")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["gpt2", "llama4_text", "recurrent_gemma"])
 def test_a_model_that_the_kernels_do_not_know_fails_to_load(family: str, folder: Path) -> None:
     model = tiny_model(family).to(torch.bfloat16)
     with torch.inference_mode(), pytest.raises(LoadFailed, match=r"extra\.weights: int8 .*: \w") as raised:

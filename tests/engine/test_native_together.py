@@ -23,7 +23,7 @@ from tests.engine.tiny_models import prompt_of, tiny_model
 
 _NAMES = [
     *("llama, tied, biases everywhere", "llama, odd sizes", "mistral, window of 6", "phi3"),
-    *("mixtral", "qwen3 with experts, one layer without"),
+    *("mixtral", "qwen3 with experts, one layer without", "gpt-oss"),
 ]
 _DTYPES = [torch.float32, torch.bfloat16]
 _LENGTHS = {"a": 3, "b": 5, "c": 60, "d": 130}

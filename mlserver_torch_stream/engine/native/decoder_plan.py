@@ -1,6 +1,6 @@
 """Describes a decoder as JSON and a few small tensors, without the weights in files, and builds decoders from plans.
 
-In a plan, weights are references to rows of the files' tensors. Values that no file contains unchanged, such as the
+In a plan, weights are references to parts of the files' tensors. Values that no file contains unchanged, such as the
 factors of norms, are in the plan itself.
 """
 
@@ -50,16 +50,17 @@ def plan_decoder(decoder: Decoder, tensors: Mapping[str, Tensor]) -> DecoderPlan
         "layers": [
             {
                 **{name: write.projection(getattr(layer, name)) for name in _PROJECTIONS},
-                "norms": {role: write.rows(factors) for role, factors in layer.norms.items()},
+                "norms": {role: write.part(factors) for role, factors in layer.norms.items()},
                 "rope": layer.rope,
-                "router": None if layer.router is None else write.rows(layer.router),
+                "router": None if layer.router is None else write.projection(layer.router),
+                "sinks": None if layer.sinks is None else write.part(layer.sinks),
             }
             for layer in decoder.layers
         ],
-        "embedding": write.rows(decoder.embedding),
+        "embedding": write.part(decoder.embedding),
         "head": write.projection(decoder.head),
-        "last_norm": write.rows(decoder.last_norm),
-        "ropes": [{"frequencies": write.rows(rope.frequencies), "scale": rope.scale} for rope in ropes],
+        "last_norm": write.part(decoder.last_norm),
+        "ropes": [{"frequencies": write.part(rope.frequencies), "scale": rope.scale} for rope in ropes],
         "whole_qk_norm": decoder.whole_qk_norm,
         "activation": decoder.activation,
         "numbers": asdict(decoder.numbers),
@@ -76,39 +77,36 @@ def build_decoder(structure: Mapping[str, Any], own: Mapping[str, Tensor], tenso
     """
 
     @cache  # tied weights stay one object
-    def rows(name: str | None, first: int | str, count: int, kind: str | None, heads: int) -> Tensor | PackedRows:
-        data = own[str(first)] if name is None else _as_rows(tensor(name))[int(first) : int(first) + count]
+    def part(name: str | None, first: int | str, kind: str | None, heads: int, *layout: int) -> Tensor | PackedRows:
+        shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+        data = own[str(first)] if name is None else tensor(name).flatten()[int(first) :].as_strided(shape, strides)
         return data if kind is None else PackedRows(kind, data, heads)
 
     def projection(parts: Mapping[str, Any]) -> Projection:
-        biases = (None if bias is None else rows(*bias) for bias in parts["biases"])
-        return Projection(tuple(rows(*part) for part in parts["weights"]), tuple(biases), parts["experts"])
+        biases = (None if bias is None else part(*bias) for bias in parts["biases"])
+        return Projection(tuple(part(*weight) for weight in parts["weights"]), tuple(biases), parts["experts"])
 
     layers = (
         DecoderLayer(
             **{name: projection(layer[name]) for name in _PROJECTIONS},
-            norms={role: rows(*factors) for role, factors in layer["norms"].items()},
+            norms={role: part(*factors) for role, factors in layer["norms"].items()},
             rope=layer["rope"],
-            router=None if layer["router"] is None else rows(*layer["router"]),
+            router=None if layer["router"] is None else projection(layer["router"]),
+            sinks=None if layer["sinks"] is None else part(*layer["sinks"]),
         )
         for layer in structure["layers"]
     )
-    ropes = [RotaryAngles(rows(*rope["frequencies"]), rope["scale"]) for rope in structure["ropes"]]
+    ropes = [RotaryAngles(part(*rope["frequencies"]), rope["scale"]) for rope in structure["ropes"]]
     return Decoder(
         layers=tuple(layers),
-        embedding=rows(*structure["embedding"]),
+        embedding=part(*structure["embedding"]),
         head=projection(structure["head"]),
-        last_norm=rows(*structure["last_norm"]),
+        last_norm=part(*structure["last_norm"]),
         rotary=ropes[0] if len(ropes) == 1 else LayerRotary(tuple(ropes)),
         whole_qk_norm=structure["whole_qk_norm"],
         activation=structure["activation"],
         numbers=DecoderNumbers(**{each.name: structure["numbers"][each.name] for each in fields(DecoderNumbers)}),
     )
-
-
-def _as_rows(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the matrices of several experts as one matrix."""
-    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
 
 
 @dataclass(slots=True)
@@ -118,24 +116,23 @@ class _PlanWriter:
     plan: DecoderPlan
 
     def projection(self, projection: Projection) -> dict[str, Any]:
-        biases = [None if bias is None else self.rows(bias) for bias in projection.biases]
-        weights = [self.rows(weight) for weight in projection.weights]
+        biases = [None if bias is None else self.part(bias) for bias in projection.biases]
+        weights = [self.part(weight) for weight in projection.weights]
         return {"weights": weights, "biases": biases, "experts": projection.experts}
 
-    def rows(self, of: Tensor | PackedRows) -> list[Any]:
-        """Returns a tensor's name, first row, number of rows, block format and ``heads``.
+    def part(self, of: Tensor | PackedRows) -> list[Any]:
+        """Returns a tensor's name, first element, block format and ``heads``, and then the part's shape and strides.
 
-        The name is None if no file has the tensor.
+        The name is None if no file has the tensor; then there are neither shape nor strides.
         """
         data, kind, heads = (of.data, of.kind, of.heads) if isinstance(of, PackedRows) else (of, None, 0)
         after = bisect_right(self.places, data.data_ptr(), key=itemgetter(0))
-        if after and data.is_contiguous() and self.tensors[name := self.places[after - 1][1]].is_contiguous():
-            whole = _as_rows(self.tensors[name])
-            first, rest = divmod(data.data_ptr() - whole.data_ptr(), whole[0].nbytes)
-            alike = data.dtype == whole.dtype and data.shape[1:] == whole.shape[1:]
-            if alike and rest == 0 and first < len(whole):
+        if after and (whole := self.tensors[name := self.places[after - 1][1]]).is_contiguous():
+            first, rest = divmod(data.data_ptr() - whole.data_ptr(), whole.itemsize)
+            last = first + sum((count - 1) * stride for count, stride in zip(data.shape, data.stride(), strict=True))
+            if data.dtype == whole.dtype and rest == 0 and last < whole.numel():
                 self.plan.used.add(name)
-                return [name, first, len(data), kind, heads]
+                return [name, first, kind, heads, *data.shape, *data.stride()]
         key = str(len(self.plan.own))
         self.plan.own[key] = data.detach().clone().contiguous()
-        return [None, key, len(data), kind, heads]
+        return [None, key, kind, heads]

@@ -19,7 +19,7 @@ import torch
 from mlserver_torch_stream.engine.native.compile_kernels import NoKernels
 
 NO_QK_NORM, PER_HEAD, WHOLE = range(3)
-SILU, GELU_TANH = range(2)
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")  # in the order of Activation in ``kernels/model.h``
 _NO_MEMORY = 1  # a status of ``status_of`` in ``library.cpp``
 
 
@@ -66,6 +66,7 @@ class KernelShape(Structure):
         *((name, c_int64) for name in ("qk_norm", "activation")),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap")),
         *((name, c_float) for name in ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")),
+        *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
     ]
 
 
@@ -80,13 +81,15 @@ class KernelLayer(Structure):
     """The weights of one decoder layer.
 
     ``gate_up`` and ``down`` are of all experts, one after the other. ``router`` has no outputs if there is one expert.
-    ``rope`` is the number of the layer's rotary table, counted from 1; 0 means no rotary positions.
+    ``rope`` is the number of the layer's rotary table, counted from 1; 0 means no rotary positions. ``sinks`` has an
+    additional score in the softmax for each head, or is null.
     """
 
     _fields_ = [
         *((name, KernelMatrix) for name in ("qkv", "out", "gate_up", "down", "router")),
         ("norms", KernelNorms),
         ("rope", c_int64),
+        ("sinks", c_void_p),
     ]
 
 

@@ -77,7 +77,7 @@ def angles_of(rotary: Any) -> list[RotaryAngles]:
 def _angles_of(module: Any) -> RotaryAngles:
     found = RotaryAngles(module.inv_freq, float(module.attention_scaling))
     x, positions = torch.zeros(1, dtype=torch.float32), torch.arange(_POSITIONS)[None]
-    if not all(map(torch.equal, found(x, positions), module(x, positions))):
+    if not all(map(torch.equal, found(x, positions), _both_halves(module, positions))):
         raise UnsupportedLayout("the model has positions whose angles are not products of position and frequency")
     return found
 
@@ -117,10 +117,17 @@ class RotaryTable:
         return cos, sin
 
 
+def _both_halves(rope: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a rope's cosines and sines in float32; gpt-oss's module computes them only for the first half."""
+    cos, sin = (part.float() for part in rope(torch.zeros(1, dtype=torch.float32), positions))
+    if cos.shape[-1] == len(getattr(rope, "inv_freq", ())):
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    return cos, sin
+
+
 def _halves(rope: Rotary, positions: int) -> tuple[Tensor, Tensor]:
     """Returns the cosines and sines of one half of the rotated dimensions; the other half has the same values."""
-    x = torch.zeros(1, dtype=torch.float32)
-    cos, sin = (part[0].float() for part in rope(x, torch.arange(positions)[None]))
+    cos, sin = (part[0] for part in _both_halves(rope, torch.arange(positions)[None]))
     half = cos.shape[1] // 2
     if not (torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])):
         raise UnsupportedLayout("the model has a rotation of interleaved dimensions")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
 from mlserver_torch_stream.engine.config_fields import declared_fields, rope_keys
@@ -34,7 +35,7 @@ _READ = frozenset(
         *("partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings"),
         *("layer_types", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size"),
-        *("decoder_sparse_step", "mlp_only_layers"),
+        *("decoder_sparse_step", "mlp_only_layers", "swiglu_alpha", "swiglu_limit"),
     )
 )
 # Fields without effect on the forward of a model in ``eval``: training, ids for tokenizer and sampler, bookkeeping.
@@ -143,7 +144,8 @@ class DecoderLayer:
     down: Projection
     norms: dict[str, Tensor]
     rope: int  # 1 for the first rope of ``LayerRotary``; 0 if the layer has no positions
-    router: Tensor | None = None  # [experts, inputs], never rounded; None if the layer has one MLP for all tokens
+    router: Projection | None = None  # never rounded; None if the layer has one MLP for all tokens
+    sinks: Tensor | None = None  # [heads]: an additional score in the softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class DecoderNumbers:
     experts: int = 0  # of each layer that has a router
     experts_used: int = 0  # for a token
     experts_normalised: bool = False  # whether the shares of a token's experts sum to 1
+    swiglu_alpha: float = 0.0  # of the activation "clamped_swiglu", as in gpt-oss
+    swiglu_limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +299,7 @@ class _StructureReader:
             out=self.linear(attention, "o_proj"),
             norms=norms | self._qk_norms(attention),
             rope=_rope(attention, kinds),
+            sinks=self._sinks(attention),
             **(self._experts(mlp) if hasattr(mlp, "experts") else self._mlp(mlp)),
         )
 
@@ -307,33 +312,37 @@ class _StructureReader:
 
     def _experts(self, mlp: Any) -> dict[str, Any]:
         """Returns the fields of a ``DecoderLayer`` for a mixture of experts."""
-        experts, gate = self.child(mlp, "experts"), self.child(mlp, "gate")
-        gates_and_ups, downs = _expert_weights(experts)
-        self.take(experts.gate_up_proj, experts.down_proj)
-        self.note(activation=_activation(getattr(experts, "act_fn", None)), experts=len(downs))
-        return {
-            "router": self._router(gate, len(downs)),
-            "gate_up": Projection(tuple(gates_and_ups), (None,) * len(gates_and_ups), len(downs)),
-            "down": Projection(tuple(downs), (None,) * len(downs), len(downs)),
-        }
+        experts, gate = self.child(mlp, "experts"), self.child(mlp, "router" if hasattr(mlp, "router") else "gate")
+        gate_up, down = _expert_projections(experts)
+        self.take(*(getattr(experts, name, None) for name in _EXPERT_PARAMETERS))
+        alpha, limit = _swiglu(experts)
+        activation = "clamped_swiglu" if limit else _activation(getattr(experts, "act_fn", None))
+        self.note(activation=activation, swiglu_alpha=alpha, swiglu_limit=limit, experts=down.experts)
+        return {"router": self._router(gate, down.experts), "gate_up": gate_up, "down": down}
 
-    def _router(self, gate: Any, experts: int) -> Tensor:
-        """Calls a router to measure how many experts it chooses, and whether it normalises their probabilities."""
-        weight: Any = getattr(gate, "weight", None)
+    def _router(self, gate: Any, experts: int) -> Projection:
+        """Calls a router to measure how many experts it chooses, and whether it normalises their probabilities.
+
+        The router gets other weights and biases, whose logits are about 0.5, so that the probabilities of the chosen
+        experts alone sum to clearly less than 1.
+        """
+        parameters = dict(gate.named_parameters())
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         other = UnsupportedLayout(f"the model has a router of type {type(gate).__name__}")
-        if not isinstance(weight, Tensor) or len(weight) != experts or len(list(gate.parameters())) != 1:
+        if weight is None or len(weight) != experts or len(parameters) != 1 + (bias is not None):
             raise other
-        self.take(weight)
-        x = torch.randn((8, weight.shape[1]), generator=torch.Generator().manual_seed(0))
-        # The logits are about 0.5, so the probabilities of the chosen experts alone sum to clearly less than 1.
-        x = (x * 0.5 / weight.float().norm(dim=1).mean().clamp_min(1e-3)).to(weight.dtype)
+        self.take(weight, bias)
+        random = torch.Generator().manual_seed(0)
+        normal = partial(torch.randn, generator=random, dtype=torch.float32)
+        x = normal((8, weight.shape[1])) * weight.shape[1] ** -0.5
+        values = {name: 0.5 * normal(each.shape) for name, each in parameters.items()}
         try:
-            found = gate(x)
+            found = functional_call(gate, values, x)
         except TypeError:  # it has more inputs
             raise other from None
         match found:
             case Tensor(), Tensor() as shares, Tensor(dtype=torch.int64) as chosen:
-                probabilities = linear(x.float(), weight.float()).softmax(1)
+                probabilities = linear(x, **values).softmax(1)
                 expected, largest = probabilities.gather(1, chosen), probabilities.topk(chosen.shape[1]).values
             case _:
                 raise other
@@ -341,7 +350,7 @@ class _StructureReader:
         for normalised, wanted in ((True, expected / expected.sum(1, keepdim=True)), (False, expected)):
             if same(expected, largest) and same(shares.float(), wanted):
                 self.note(experts_used=chosen.shape[1], experts_normalised=normalised)
-                return weight.detach()
+                return Projection((weight.detach(),), (None if bias is None else bias.detach(),))
         raise other
 
     def _qkv(self, attention: Any) -> Projection:
@@ -363,6 +372,15 @@ class _StructureReader:
             attention_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
         )
         return qkv
+
+    def _sinks(self, attention: Any) -> Tensor | None:
+        sinks: Tensor | None = getattr(attention, "sinks", None)
+        if sinks is None:
+            return None
+        if sinks.shape != (attention.o_proj.weight.shape[1] // attention.head_dim,):
+            raise UnsupportedLayout(f"the model has sinks of shape {list(sinks.shape)}")
+        self.take(sinks)
+        return sinks.detach()
 
     def _qk_norms(self, attention: Any) -> dict[str, Tensor]:
         names = {"query": "q_norm", "key": "k_norm"}
@@ -395,16 +413,49 @@ def _weights(module: Any) -> Tensor | PackedRows:
     return found
 
 
-def _expert_weights(experts: Any) -> tuple[list[Tensor | PackedRows], list[Tensor | PackedRows]]:
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+
+
+def _expert_projections(experts: Any) -> tuple[Projection, Projection]:
     """Returns the gates and ups of each expert in turn, and the second matrix of each expert."""
     if isinstance(experts, PackedExperts):
-        return experts.gates_and_ups, experts.downs
-    gate_up, down = (getattr(experts, name, None) for name in ("gate_up_proj", "down_proj"))
-    usual = {"is_concatenated": True, "has_gate": True, "has_bias": False, "is_transposed": False}
-    known = all(getattr(experts, name, None) is value for name, value in usual.items())
-    if not (known and isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+        return _unbiased(experts.gates_and_ups, len(experts.downs)), _unbiased(experts.downs, len(experts.downs))
+    parameters: list[Any] = [getattr(experts, name, None) for name in _EXPERT_PARAMETERS]
+    gate_up, down, gate_up_bias, down_bias = parameters
+    flags = [getattr(experts, name, None) for name in ("has_gate", "is_concatenated", "is_transposed", "has_bias")]
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or not flags[0] or None in flags:
         raise UnsupportedLayout(f"the model has experts of type {type(experts).__name__}")
-    return [half for expert in gate_up.detach() for half in expert.chunk(2)], list(down.detach())
+    if experts.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+
+    def halves(of_experts: Tensor) -> Iterator[Tensor]:
+        for each in of_experts.detach():
+            yield from each.chunk(2) if experts.is_concatenated else (each[::2], each[1::2])
+
+    weights = tuple(halves(gate_up)), tuple(down.detach())
+    if not experts.has_bias:
+        return _unbiased(weights[0], len(down)), _unbiased(weights[1], len(down))
+    biases = tuple(halves(gate_up_bias)), tuple(down_bias.detach())
+    return Projection(weights[0], biases[0], len(down)), Projection(weights[1], biases[1], len(down))
+
+
+def _unbiased(weights: Sequence[Tensor | PackedRows], experts: int) -> Projection:
+    return Projection(tuple(weights), (None,) * len(weights), experts)
+
+
+def _swiglu(experts: Any) -> tuple[float, float]:
+    """Calls gpt-oss's activation to measure that it depends only on ``alpha`` and ``limit``, and returns these.
+
+    Returns zeros if the experts have another activation.
+    """
+    alpha, limit = (float(getattr(experts, name, 0.0)) for name in ("alpha", "limit"))
+    if hasattr(experts, "act_fn") or experts.is_concatenated or limit <= 0:
+        return 0.0, 0.0
+    gates, ups = torch.meshgrid(*[torch.linspace(-2, 2, 17, dtype=torch.float32) * limit] * 2, indexing="ij")
+    got = experts._apply_gate(torch.stack((gates, ups), 2).flatten(1))
+    gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+    same = torch.allclose(got, gates * (gates * alpha).sigmoid() * (ups + 1), atol=1e-5)
+    return (alpha, limit) if same else (0.0, 0.0)
 
 
 def _halves(fused: Projection) -> Projection:
@@ -418,7 +469,7 @@ def _activation(function: Any) -> str:
     for name, expected in known.items():
         if callable(function) and torch.allclose(function(x), expected, atol=1e-5):
             return name
-    raise UnsupportedLayout("the model has an activation other than silu and tanh-gelu")
+    raise UnsupportedLayout("the model has an activation other than silu, tanh-gelu and gpt-oss's")
 
 
 def _rotary(base: Any) -> tuple[Rotary | LayerRotary, Sequence[str]]:

@@ -270,8 +270,8 @@ class PackedWeights:
         dtype = None if self._rounded is None else self._dtype
         return grouped_matrices(projection.weights, format, projection.interleaved, dtype)
 
-    def _router_matrix(self, router: Tensor) -> DenseMatrix:
-        return DenseMatrix([router], self._dtype, False)
+    def _router_matrix(self, router: Projection) -> DenseMatrix:
+        return DenseMatrix(router.weights, self._dtype, False)
 
     def _layer(self, layer: DecoderLayer) -> c.KernelLayer:
         norms = [self._vector(layer.norms[name]) if name in layer.norms else None for name in c.KernelNorms.NAMES]
@@ -283,6 +283,7 @@ class PackedWeights:
             self._router(layer.router),
             c.KernelNorms(*norms),
             layer.rope,
+            None if layer.sinks is None else self._vector(layer.sinks),
         )
 
     def _matrix(self, projection: Projection) -> c.KernelMatrix:
@@ -294,10 +295,11 @@ class PackedWeights:
             runs = [c.KernelRun(runs[0].panels, sum(len(matrix.order) for matrix in matrices), runs[0].format)]
         return c.KernelMatrix.of(int(projection.weights[0].shape[1]), *runs, bias=self._bias(projection))
 
-    def _router(self, router: Tensor | None) -> c.KernelMatrix:
+    def _router(self, router: Projection | None) -> c.KernelMatrix:
         if router is None:
             return c.KernelMatrix()
-        return c.KernelMatrix.of(router.shape[1], self._run(self._router_matrix(router)))
+        run = self._run(self._router_matrix(router))
+        return c.KernelMatrix.of(int(router.weights[0].shape[1]), run, bias=self._bias(router))
 
     def _run(self, matrix: GroupedMatrix | DenseMatrix) -> c.KernelRun:
         panels = self._buffer[self.size : self.size + matrix.bytes]
@@ -309,12 +311,16 @@ class PackedWeights:
     def _bias(self, projection: Projection) -> int | None:
         if all(bias is None for bias in projection.biases):
             return None
+        return self._vector(torch.cat([self._padded_bias(matrix) for matrix in projection.matrices]))
+
+    def _padded_bias(self, projection: Projection) -> Tensor:
+        dtype = self._decoder.dense_dtype  # the biases of experts are in the dtype of their file
         parts = [
-            torch.zeros(weight.shape[0], dtype=torch.float32) if bias is None else bias.float()
+            torch.zeros(weight.shape[0], dtype=torch.float32) if bias is None else bias.to(dtype or bias.dtype).float()
             for weight, bias in zip(projection.weights, projection.biases, strict=True)
         ]
         order = row_order([len(part) for part in parts], projection.interleaved)
-        return self._vector(torch.where(order < 0, 0.0, torch.cat(parts)[order]))
+        return torch.where(order < 0, 0.0, torch.cat(parts)[order])
 
     def _vector(self, values: Tensor) -> int:
         return self._keep(pad(values.float(), (0, -values.numel() % PANEL)))
@@ -385,6 +391,6 @@ def _shape(decoder: Decoder) -> c.KernelShape:
         rotated_half=0,  # ``NativeForward`` sets it, and ``ropes``
         ropes=0,
         qk_norm=kind,
-        activation=c.SILU if decoder.activation == "silu" else c.GELU_TANH,
+        activation=c.ACTIVATIONS.index(decoder.activation),
         **asdict(decoder.numbers),
     )

@@ -133,7 +133,7 @@ template <class T> class Decoder final : public AnyDecoder {
         const Matrix &gate_up = layer.gate_up, &down = layer.down;
         const int64_t used = shape_.experts_used, slots = rows * used, inner = padded(down.k);
         product(me, normed_, hidden_, rows, layer.router, [&](int64_t row, int64_t p, float* c) {
-            put(routing_.logits(row) + p * kPanel, c, nullptr, p);
+            put(routing_.logits(row) + p * kPanel, c, layer.router.bias, p);
         });
         me.each(rows, [&](int64_t first, int64_t last) {
             for (int64_t row = first; row < last; row++) routing_.choose(row, shape_.experts_normalised != 0);
@@ -142,16 +142,16 @@ template <class T> class Decoder final : public AnyDecoder {
         me.each(slots, [&](int64_t first, int64_t last) {
             for (int64_t slot = first; slot < last; slot++) gather(slot, gate_up);
         });
-        expert_product(me, rows, gathered_, hidden_, gate_up, [&](int64_t slot, int64_t p, float* c) {
-            gate(&gated_[slot * inner + p * kPanel / 2], c, nullptr, p);
+        expert_product(me, rows, gathered_, hidden_, gate_up, [&](int64_t slot, int64_t p, float* c, const float* bias) {
+            gate(&gated_[slot * inner + p * kPanel / 2], c, bias, p);
         });
         if (!down.plain())
             me.each(slots, [&](int64_t first, int64_t last) {
                 for (int64_t slot = first; slot < last; slot++)
                     round_row(&gated_[slot * inner], down.k, &rounded_[slot * groups_of(down.k)]);
             });
-        expert_product(me, rows, gated_, inner, down, [&](int64_t slot, int64_t p, float* c) {
-            put(&parts_[slot * hidden_ + p * kPanel], c, nullptr, p);
+        expert_product(me, rows, gated_, inner, down, [&](int64_t slot, int64_t p, float* c, const float* bias) {
+            put(&parts_[slot * hidden_ + p * kPanel], c, bias, p);
         });
         me.each(rows, [&](int64_t first, int64_t last) {
             for (int64_t row = first; row < last; row++) {
@@ -171,7 +171,7 @@ template <class T> class Decoder final : public AnyDecoder {
         }
     }
 
-    // Calls done(slot, panel, sums) for each slot and each panel of its expert in w.
+    // Calls done(slot, panel, sums, bias) for each slot and each panel of its expert in w. The bias is the expert's.
     template <class F>
     void expert_product(Member& me, int64_t rows, const std::vector<A>& a, int64_t lda, const Matrix& w, const F& done) {
         const int64_t panels = panels_of(w.n) / shape_.experts;
@@ -179,9 +179,10 @@ template <class T> class Decoder final : public AnyDecoder {
         me.each(total, [&](int64_t first, int64_t last) {
             routing_.share_out(first, last, total, panels, [&](int64_t expert, int64_t from, int64_t to) {
                 const int64_t slot = routing_.first(expert), before = expert * panels;
+                const float* bias = w.bias == nullptr ? nullptr : w.bias + before * kPanel;
                 multiply_panels<T>(a.data() + slot * lda, lda, rounded_.data() + slot * groups_of(w.k),
                                    routing_.count(expert), w, before + from, before + to, scratch_[me.id].product,
-                                   [&](int64_t row, int64_t p, float* c) { done(slot + row, p - before, c); });
+                                   [&](int64_t row, int64_t p, float* c) { done(slot + row, p - before, c, bias); });
             });
         });
     }
@@ -255,9 +256,15 @@ template <class T> class Decoder final : public AnyDecoder {
             gates += load_f(bias + panel * kPanel);
             ups += load_f(bias + panel * kPanel + 16);
         }
-        // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
-        const F16 slope = shape_.activation == kSilu ? gates
-                                                     : 1.5957691216f * (gates + 0.044715f * gates * gates * gates);
+        F16 slope = gates;
+        if (shape_.activation == kGeluTanh) {  // x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
+            slope = 1.5957691216f * (gates + 0.044715f * gates * gates * gates);
+        } else if (shape_.activation == kClampedSwiglu) {
+            const F16 limit = broadcast_f(shape_.swiglu_limit);
+            gates = smaller(limit, gates);
+            ups = larger(-limit, smaller(limit, ups)) + 1.0f;
+            slope = gates * shape_.swiglu_alpha;
+        }
         store_as(to, gates / (1.0f + exp(-slope)) * ups);
     }
 
@@ -377,9 +384,10 @@ template <class T> class Decoder final : public AnyDecoder {
     AttendTask<T, A> task(int64_t layer, int64_t sequence, int64_t kv_head, int64_t row, int64_t count) {
         const int64_t dim = shape_.head_dim, first = row * attended_ + kv_head * group_ * dim;
         const int64_t position = packed_.positions[row];
+        const float* sinks = layers_[layer].sinks;
         return {&queries_[first], &mixed_[first], attended_, dim, attended_, dim, group_, count, position, dim, dim,
-                sight(layer), seen(layer, sequence, kv_head, position, count), nullptr, shape_.attention_scale,
-                shape_.attention_cap};
+                sight(layer), seen(layer, sequence, kv_head, position, count),
+                sinks == nullptr ? nullptr : sinks + kv_head * group_, shape_.attention_scale, shape_.attention_cap};
     }
 
     void head(Member& me, int64_t rows) {

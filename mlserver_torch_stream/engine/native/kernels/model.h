@@ -6,7 +6,7 @@
 namespace native {
 
 enum QkNorm { kNoQkNorm, kPerHead, kWhole };
-enum Activation { kSilu, kGeluTanh };
+enum Activation { kSilu, kGeluTanh, kClampedSwiglu };
 
 struct Shape {
     int64_t hidden, vocab, layers;
@@ -15,6 +15,7 @@ struct Shape {
     int64_t qk_norm, activation;
     float eps, attention_scale, attention_cap;
     float embedding_scale, residual_scale, logit_scale, logit_cap;
+    float swiglu_alpha, swiglu_limit;  // of kClampedSwiglu
 };
 
 struct Norms {  // weights in float32, padded to whole panels; null: no such norm
@@ -26,7 +27,8 @@ struct Layer {
     Matrix gate_up, down;  // of all experts, each in whole panels. gate_up: panels of 16 gates and their 16 ups
     Matrix router;         // n is 0: the layer has one expert, which computes all rows
     Norms norms;
-    int64_t rope;  // 1 for the first one; 0: this layer has no positions
+    int64_t rope;        // 1 for the first one; 0: this layer has no positions
+    const float* sinks;  // [heads]: an additional score in the softmax; null: none
 };
 
 struct Weights {
