@@ -87,6 +87,7 @@ def run_lane(argv: Sequence[str]) -> int:
     end = time.monotonic() + SILENCE_S + RENEW_S
     while True:
         try:
+            check(arguments)  # also sets the defaults of options that need --url
             return run(arguments)
         except InUse as error:  # the holder may be this lane's process on a machine that died
             if time.monotonic() > end:

@@ -108,7 +108,7 @@ def errors_in_a_stream(url: str) -> None:
     seen: list[Any] = []
     extra = {"timeout": 1_500_000, "ignore_eos": True}
     stream = _chat(url, max_tokens=900, stream=True, extra_body=extra)
-    check_refused(lambda: seen.extend(stream), litellm.exceptions.MidStreamFallbackError, "long")
+    check_refused(lambda: seen.extend(stream), litellm.exceptions.MidStreamFallbackError, "exceeded its timeout")
     assert seen
 
 

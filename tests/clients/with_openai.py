@@ -139,7 +139,7 @@ def errors_in_a_stream(url: str) -> None:
         ):
             seen += bool(chunk.choices[0].delta.content)
     except openai.APIError as error:
-        assert seen and error.type == "server_error" and "long" in error.message, error
+        assert seen and error.type == "server_error" and "exceeded its timeout" in error.message, error
     else:
         raise AssertionError("the stream ended well")
 

@@ -147,7 +147,7 @@ def asynchronous(url: str) -> None:
 def errors_in_a_stream(url: str) -> None:
     seen: list[Any] = []
     stream = _streamed(url, max_tokens=900, extra_body={"timeout": 1_500_000, **_IGNORE_EOS})
-    check_refused(lambda: seen.extend(stream), openai.APIError, "long")
+    check_refused(lambda: seen.extend(stream), openai.APIError, "exceeded its timeout")
     assert seen
 
 

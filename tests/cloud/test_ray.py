@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mlserver_torch_stream.cli.cloud import run_lane
 from tests.cloud.command import cloud, finish, joined, start
 from tests.cloud.faulty import Fault, faulty_server
 from tests.cloud.models import ModelServer
@@ -84,6 +85,15 @@ def test_ctrl_c_before_the_cluster_is_asked_is_no_traceback(tmp_path: Path) -> N
         process.send_signal(signal.SIGINT)
         status, _, err = finish(process)
     assert status == 130 and "interrupted before anything was inferred" in err and "Traceback" not in err
+
+
+def test_a_lane_has_the_defaults_of_a_run_at_a_server(tmp_path: Path, server: ModelServer) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(f'{{"prompt": "row {i}"}}\n' for i in range(8)))
+    where = ("--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--url", server.url)
+    lanes = [("--part-rows", "2", "--progress", "off", "--on", "ray", "--worker", f"{i}/2") for i in (1, 2)]
+    assert [run_lane(["run", *where, *lane]) for lane in lanes] == [0, 0]
+    assert len(joined(tmp_path / "out").splitlines()) == len(server.asked) == 8
 
 
 def test_without_ray_its_absence_is_named(

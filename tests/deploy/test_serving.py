@@ -23,7 +23,7 @@ from tests import plain_http
 from tests.deploy import manifests
 from tests.deploy.manifests import Environment
 from tests.engine.wire_worker import interpreter
-from tests.server import v2
+from tests.server import openai, v2
 from tests.server.conftest import PACED
 from tests.server.harness import HOST, PACKAGE_SPELLING, Server, free_ports, serve
 
@@ -150,9 +150,8 @@ def test_an_llm_inference_service_answers_on_openais_paths_and_to_the_picker(
         _check_ready(server)
         _check_streams(server, "smollm2")
         assert plain_http.get(f"{server.url}/health", timeout=10).status_code == 200
-        with client.Client(server.url, api="openai") as asking:
-            events = list(asking.stream("smollm2", _PROMPT, max_tokens=_TOKENS, ignore_eos=True))
-        assert len(events) > 2
+        asked = {"model": "smollm2", "prompt": _PROMPT, "max_tokens": _TOKENS, "ignore_eos": True}
+        assert len(openai.stream(server, openai.TEXT, asked)) > 2
         metrics = plain_http.get(f"{server.url}/metrics", timeout=10).text
         assert "vllm:num_requests_waiting" in metrics and "vllm:kv_cache_usage_perc" in metrics
 

@@ -127,6 +127,13 @@ def test_a_gguf_file_in_another_byte_order_is_refused_with_the_program_that_conv
     assert f"run 'gguf-convert-endian {tmp_path}/m.gguf native'" in refusal(tmp_path / "m.gguf", tmp_path / "cache")
 
 
+def test_a_gguf_header_with_more_values_than_its_file_has_bytes_is_refused(tmp_path: Path) -> None:
+    key = b"tokenizer.ggml.tokens"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
+    (tmp_path / "m.gguf").write_bytes(header + struct.pack("<IIQ", 9, 0, 2**20) + b"x")
+    assert "m.gguf is cut off or damaged" in refusal(tmp_path / "m.gguf", tmp_path / "cache")
+
+
 def test_an_encoder_is_refused_before_its_weights_are_read(folder: Path, kernel_cache: Path) -> None:
     """transformers would load these weights into ``BertLMHeadModel``, whose answers make no sense."""
     config = BertConfig(

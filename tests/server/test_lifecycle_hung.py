@@ -99,4 +99,4 @@ def test_a_step_that_is_lost_ends_the_process_with_an_error(tiny_model: Path, tm
         assert beside.end().code == 503, "it ends with the process, after the grace"
         assert exit_code(server) == 1, server.log
         line = "the engine of model 'hung' died: the decode step of 1 sequence has not returned for 3 s (step_timeout)"
-        assert any(line in each and "Giving up" in each for each in server.log.splitlines()), server.log
+        assert any(line in each and "Ending the process" in each for each in server.log.splitlines()), server.log

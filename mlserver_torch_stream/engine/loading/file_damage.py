@@ -157,10 +157,10 @@ def _gguf_damage(file: Path) -> str | None:
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             return f"{file} is not a GGUF file: it does not begin with 'GGUF'"
-    import gguf
+    from mlserver_torch_stream.engine.loading.gguf_file import BoundedReader
 
     try:
-        gguf.GGUFReader(str(file))
+        BoundedReader(str(file))
     except Exception:  # the reader raises various errors for a file that ends too early
         return f"{file} is cut off or damaged: its {file.stat().st_size:,} bytes do not match its header"
     return None

@@ -172,9 +172,11 @@ def _headers_parsed_once() -> Iterator[None]:
     """
     import gguf
 
+    from mlserver_torch_stream.engine.loading.gguf_file import BoundedReader
+
     with _READER_LOCK:
         reader = gguf.GGUFReader
-        parsed = functools.cache(reader)
+        parsed = functools.cache(BoundedReader)
         gguf.GGUFReader = lambda path, *mode: parsed(os.path.realpath(path), *mode)  # links are the same file
         try:
             yield

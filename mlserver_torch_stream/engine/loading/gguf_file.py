@@ -160,6 +160,18 @@ class GgufFile:
         return value
 
 
+class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
+    """Raises ValueError if a value of the header begins behind the end of the file.
+
+    gguf itself would read empty values there, as many as the header says, until no memory is left.
+    """
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if orig_offs >= len(self.data):
+            raise ValueError("the header goes on behind the end of the file")
+        return super()._get_field_parts(orig_offs, raw_type)
+
+
 def _read(path: Path) -> gguf.GGUFReader:
     try:
         reader = gguf.GGUFReader(str(path))
