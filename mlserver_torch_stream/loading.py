@@ -66,6 +66,7 @@ def _engine_builder(code: str) -> Callable[..., BuiltEngine]:
             gc.disable()
             try:
                 importlib.import_module(code)
+                gc.freeze()
             except ModuleNotFoundError as error:
                 if error.name != "torch":
                     raise
@@ -73,7 +74,6 @@ def _engine_builder(code: str) -> Callable[..., BuiltEngine]:
             finally:
                 if collects:
                     gc.enable()
-            gc.freeze()
     from mlserver_torch_stream.engine.build import build_engine
 
     return build_engine

@@ -176,6 +176,7 @@ def _import_server() -> None:
     try:
         for name in ("mlserver.cli", "mlserver_torch_stream.server.access.model_repository"):
             importlib.import_module(name)
+        gc.freeze()  # otherwise everything would be collected once the collector is on
     finally:
         gc.enable()
 

@@ -90,7 +90,7 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
             return prepare(files, load)
 
     # Beside the weights, most of whose time passes without the interpreter's lock.
-    preparing = _in_thread_that_ends("constraints", load.threads, codec.prepare_constraints)
+    preparing = _in_thread_that_ends("vocabulary", load.threads, codec.prepare)
     lease: Lease[PreparedModel] = resources.weights.lease(
         key, lambda: _in_thread_that_ends("weights", load.threads, make).result()
     )

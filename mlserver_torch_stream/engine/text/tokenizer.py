@@ -158,8 +158,9 @@ class TextCodec:
         encoded = [self._plain(spelling, "bad_words") for spelling in spellings]
         return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
-    def prepare_constraints(self) -> None:
-        """Prepares constraints at load, so that the first constrained request and those beside it need not wait."""
+    def prepare(self) -> None:
+        """Reads the vocabulary at load, so that the first constrained request and those beside it need not wait."""
+        _ = self._vocabulary
         self._constraints.prepare()
 
     def submit(

@@ -82,7 +82,7 @@ def run_vllm(
             resources.release(codec)
         codec.limit_prompts(ready.max_model_len)
         try:
-            codec.prepare_constraints()
+            codec.prepare()
         except BaseException:
             batcher.close()
             raise
