@@ -127,14 +127,18 @@ class PreparedModel:
         check_devices({self.device, *self.findings.specs})
 
 
-def prepare(files: ModelFiles, load: ModelLoad) -> PreparedModel:
-    """Loads, checks and prepares the weights in these files. Raises LoadFailed if any of this fails."""
-    check_unchanged(files)  # before the weights are read, which can take minutes
+def prepare(files: ModelFiles, load: ModelLoad, wait_for_text: Callable[[], object] = lambda: None) -> PreparedModel:
+    """Loads, checks and prepares the weights in these files. Raises LoadFailed if any of this fails.
+
+    Another thread may read the tokenizer in the same files meanwhile. ``wait_for_text`` waits for it and raises its
+    error; it is called before any work that can take minutes, and before the files are found unchanged.
+    """
+    check_unchanged(files)
     alone = load.resolved.settings.tensor_parallel_size == 1
-    return replace((_prepare_alone if alone else _prepare_ranks)(files, load), files=files)
+    return replace((_prepare_alone if alone else _prepare_ranks)(files, load, wait_for_text), files=files)
 
 
-def _prepare_alone(files: ModelFiles, load: ModelLoad) -> PreparedModel:
+def _prepare_alone(files: ModelFiles, load: ModelLoad, wait_for_text: Callable[[], object]) -> PreparedModel:
     resolved = load.resolved
     if launched(os.environ):
         waiting = f"the model is not split over the {os.environ['WORLD_SIZE']} ranks that were started"
@@ -142,6 +146,7 @@ def _prepare_alone(files: ModelFiles, load: ModelLoad) -> PreparedModel:
     recording = _recording(files, load)
     with torch.inference_mode():
         prepared = _prepare_recorded(files, recording, load) if recording is not None else None
+        wait_for_text()
         if not isinstance(prepared, PreparedModel):
             import_model_code()
             if files.packed:
@@ -338,7 +343,8 @@ def _prove_packed(files: ModelFiles, load: ModelLoad, recording: _Recording | No
     return _on_kernels(forward, proved, load)
 
 
-def _prepare_ranks(files: ModelFiles, load: ModelLoad) -> PreparedModel:
+def _prepare_ranks(files: ModelFiles, load: ModelLoad, wait_for_text: Callable[[], object]) -> PreparedModel:
+    wait_for_text()
     ranks = prepare_ranks(files, load.resolved)
     weights, findings = ranks.shard.weights, ranks.shard.findings
     device = input_device(weights.model)

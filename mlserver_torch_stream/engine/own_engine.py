@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from mlserver_torch_stream.engine.core import EngineCore
 from mlserver_torch_stream.engine.fingerprint import length_setting, weights_key
 from mlserver_torch_stream.engine.loading.loader import LoadedModel, complete
 from mlserver_torch_stream.engine.loading.locate import download_weights, locate, locate_packed
+from mlserver_torch_stream.engine.loading.model_files import ModelFiles
 from mlserver_torch_stream.engine.loading.tokenizer_files import load_tokenizer
 from mlserver_torch_stream.engine.machine import read_host, trim_heap
 from mlserver_torch_stream.engine.model import ModelLoad, PreparedModel, prepare
@@ -81,28 +82,35 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     download_weights(resolved)  # here, because another model can load meanwhile
     files = locate_packed(resolved, resources.loading_alone) or locate(resolved, resources.loading_alone)
     key = weights, length_setting(resolved, files.location)
-    parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
-    codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
-    trim_heap()  # reading a vocabulary frees 29 MB; later blocks would fragment it
+    # Most of a recorded load of weights passes without the interpreter's lock.
+    reading = _in_thread_that_ends("text", load.threads, lambda: _read_text(files, resolved))
 
     def make() -> PreparedModel:
         with resources.loading_alone():
-            return prepare(files, load)
+            return prepare(files, load, reading.result)
 
-    # Beside the weights, most of whose time passes without the interpreter's lock.
-    preparing = _in_thread_that_ends("vocabulary", load.threads, codec.prepare)
     lease: Lease[PreparedModel] = resources.weights.lease(
         key, lambda: _in_thread_that_ends("weights", load.threads, make).result()
     )
     try:
-        loaded = complete(lease.value.weights, tokenizer, resolved)
-        preparing.result()
-        trim_heap()  # it leaves 20 MB of free blocks
-        return _start(load, lease, loaded, codec, on_death)
+        tokenizer, codec = reading.result()
+        try:
+            return _start(load, lease, complete(lease.value.weights, tokenizer, resolved), codec, on_death)
+        except BaseException:
+            resources.release(codec)
+            raise
     except BaseException:
-        resources.release(codec)
         give_back_weights(lease)
         raise
+
+
+def _read_text(files: ModelFiles, resolved: ResolvedSettings) -> tuple[Any, TextCodec]:
+    """Reads the tokenizer and its vocabulary. Raises LoadFailed if it cannot be used."""
+    parsers = resolved.settings.tool_parser, resolved.settings.reasoning_parser
+    codec = TextCodec(tokenizer := load_tokenizer(files, resolved), *parsers)
+    codec.prepare()
+    trim_heap()  # reading leaves 50 MB of free blocks
+    return tokenizer, codec
 
 
 def _in_thread_that_ends(name: str, threads: int, work: Callable[[], T]) -> Future[T]:
