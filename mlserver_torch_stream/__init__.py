@@ -4,7 +4,6 @@ MLServer reloads this module each time it resolves ``implementation: mlserver_to
 (``importlib.reload``), so it contains nothing but lazy re-exports: no torch, no state, no patches.
 """
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,4 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.server.lifecycle.unreadable_model").UnknownRuntime
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "GuardedModelRepository":  # of a server that starts: collections while ours is imported would take 0.1 s
-        gc.freeze()
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

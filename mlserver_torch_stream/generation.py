@@ -152,7 +152,7 @@ class RequestObserver:
         """The request ends with this error, which its client gets."""
 
     def closed(self) -> None:
-        """Called when the stream is closed: nobody reads its events from now on."""
+        """Called when the stream is closed: its client reads no more events."""
 
 
 class RequestObservers:

@@ -84,6 +84,8 @@ def _run(load: ModelLoad, on_death: OnDeath | None) -> RunningEngine:
     key = weights, length_setting(resolved, files.location)
     # Most of a recorded load of weights passes without the interpreter's lock.
     reading = _in_thread_that_ends("text", load.threads, lambda: _read_text(files, resolved))
+    if resolved.source.kind == "hub" or resolved.settings.tokenizer:
+        reading.result()  # the tokenizer may be downloaded, and another model can load meanwhile
 
     def make() -> PreparedModel:
         with resources.loading_alone():

@@ -90,24 +90,25 @@ def test_models_are_built_one_after_the_other(
     assert building == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "model-00001-of-00001.safetensors"])
-def test_a_model_whose_weights_are_downloaded_keeps_no_other_from_loading(
+@pytest.mark.parametrize("file", ["model.safetensors", "model-00001-of-00001.safetensors", "tokenizer.json"])
+def test_a_model_whose_files_are_downloaded_keeps_no_other_from_loading(
     file: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub's cache has all files of a model but the weights."""
+    """The hub's cache has all files of a model but one."""
     snapshot = cached_in_hub(tiny_model, tmp_path, monkeypatch)
-    if file != "model.safetensors":
+    whole = "tokenizer.json" if file == "tokenizer.json" else "model.safetensors"
+    if file not in ("tokenizer.json", "model.safetensors"):
         places = dict.fromkeys(load_file(snapshot / "model.safetensors"), file)
         index = json.dumps({"metadata": {}, "weight_map": places})
         (snapshot / "model.safetensors.index.json").write_text(index)
-    (snapshot / "model.safetensors").unlink()
+    (snapshot / whole).unlink()
     asked, arrives = threading.Event(), threading.Event()
 
     def download(hub_id: str, name: str, **options: Any) -> Any:
         if name == file and not (snapshot / name).exists():
             asked.set()
             assert arrives.wait(60)
-            shutil.copy(tiny_model / "model.safetensors", snapshot / name)
+            shutil.copy(tiny_model / whole, snapshot / name)
         return hf_hub_download(hub_id, name, **options)
 
     monkeypatch.setattr(hub, "hf_hub_download", download)
